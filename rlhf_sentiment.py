@@ -1,0 +1,602 @@
+"""Teach a Chinese GPT-2 to write positive reviews: reinforcement learning from a sentiment judge.
+
+A language model continues review openings. A sentiment classifier, the judge, reads each review
+and says how likely it is positive. PPO makes continuations that scored well more likely, while a
+penalty keeps the model close to what it was. One iteration (`train_one_iteration`):
+
+    1. draw a batch of openings from the pool                prompts, encode_prompts
+    2. let GPT-2 write a continuation of each                generate_responses, decode_responses
+    3. let the judge score opening + continuation            score_texts
+    4. update GPT-2 on (queries, responses, scores)          PPOTrainer.step in ppo.py
+
+Run it:  python rlhf_sentiment.py [key=value ...]            on a GPU, with the hub in reach
+         python rlhf_sentiment.py offline=True               anywhere, with small stand-in models
+
+Read it: this file down to "Plumbing", then gpt2_value_head.py, then ppo.py.
+Shapes:  B responses in a batch, Q the longest query, R the longest response.
+"""
+
+import ast
+import copy
+import csv
+import difflib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline, set_seed
+from transformers.utils import logging as transformers_logging
+
+from gpt2_value_head import check_vocabulary, load_gpt2
+from ppo import PPOTrainer, best_of_n, best_possible, mixed_precision, sequence_kl
+
+config = {
+    # which models: names on the hub, or local folders
+    "model_name": "uer/gpt2-chinese-cluecorpussmall",  # the GPT-2 that learns
+    "reward_model_name": "uer/roberta-base-finetuned-jd-binary-chinese",  # the judge
+    "offline": False,  # True: small stand-ins for both, built on the spot (tests/tiny_models.py)
+    "reward_label": "positive",  # the judge's label to reward; "negative" trains a grumbler
+    # how much: iterations x batch_size responses in all
+    "iterations": 157,  # rollout batches; the learning rate decays to 0 over them
+    "batch_size": 128,  # responses in each; more: steadier gradients, slower iterations
+    "gen_len": 16,  # most new tokens of a response; more: longer texts, harder credit assignment
+    # the update
+    "ppo_epochs": 4,  # passes over each batch; more: learns faster per sample, may overshoot
+    "minibatch_size": 32,  # responses per optimizer step; smaller: less memory, noisier steps
+    "lr": 1.41e-5,  # Adam's step for the transformer; small models want more (README)
+    "value_lr": 1e-3,  # Adam's step for the value head, which starts from nothing
+    "max_grad_norm": 1.0,  # longer gradients are shortened to this
+    # the leash: how far from the original model the policy may drift
+    "kl_coef": 0.05,  # price of a nat of KL, in units of score; 0: no leash, the text degenerates
+    "kl_target": None,  # nats per response to steer kl_coef towards; None: kl_coef stays fixed
+    "kl_horizon": 10000,  # responses over which that steering acts; smaller: acts faster
+    # PPO's own
+    "gamma": 1.0,  # discount per token; below 1 the score at the end fades for early tokens
+    "lam": 1.0,  # GAE: 1 trusts the sampled rewards, 0 trusts the critic (the article: 0.95)
+    "cliprange": 0.2,  # how far a ratio may leave 1 before its gradient stops
+    "vf_coef": 0.1,  # weight of the value loss, whose gradient also reaches the transformer
+    # where and how
+    "seed": 0,  # same seed, same run (on a CPU, bit for bit)
+    "device": "auto",  # "auto", "cpu", "cuda", "cuda:1", "mps"
+    "dtype": "auto",  # "fp32"; "bf16": faster products, rounded; "auto": bf16 where it is fast
+    "save_dir": "runs",  # every run makes a fresh folder in here
+    "save_freq": 50,  # iterations between checkpoints; one is always written after the last
+    "resume": None,  # a run folder to continue
+    "eval_samples": 256,  # responses per opening before and after; more: smaller error bars
+    "explain": 0,  # n: token table of a response every n iterations; 0: first and last only
+}
+
+# The pool: "just got the goods, I feel", "this film is very", "honestly, it is really",
+# "all in all, this shopping experience was very".
+prompts = ["刚收到货，感觉", "这部电影很", "说实话，真的很", "这次购物总的来说体验很"]
+# Never trained on (did the model learn praise, or four sentences?): "used it for a few days, I
+# feel", "the service of this shop is very", "saw this film last night,", "stayed a night here,".
+held_out_prompts = ["东西用了几天，感觉", "这家店的服务很", "昨晚看了这部电影，", "在这家酒店住了一晚，"]
+
+
+def load_models(config):
+    """-> (model, ref_model, tokenizer, sentiment_pipe), checked, in eval mode, on the device.
+
+    Raises `ConfigError` with one readable line if a model cannot be loaded or does not fit.
+    """
+    names = config["model_name"], config["reward_model_name"]
+    if config["offline"]:
+        from tests.tiny_models import build
+
+        names = build()
+    device = pick_device(config["device"])
+    with loading("model_name", names[0]):
+        model, tokenizer = load_gpt2(names[0])
+    check_prompts(tokenizer, model.config.n_positions, config["gen_len"])
+    model.to(device)
+    # A departure from the article: the model as it was, towards which the KL penalty pulls.
+    ref_model = copy.deepcopy(model)
+
+    with loading("reward_model_name", names[1]):
+        judge, info = AutoModelForSequenceClassification.from_pretrained(
+            names[1], dtype=torch.float32, output_loading_info=True)  # fmt: skip
+        require(not info["missing_keys"], f"the checkpoint lacks {info['missing_keys']}")
+        reader = AutoTokenizer.from_pretrained(names[1])
+        check_vocabulary(reader, judge.config)
+        judge.eval()
+        sentiment_pipe = pipeline("sentiment-analysis", judge, tokenizer=reader, device=device)
+    rewarded_label(sentiment_pipe, config["reward_label"])
+    return model, ref_model, tokenizer, sentiment_pipe
+
+
+def encode_prompts(tokenizer, prompts):
+    """-> list of 1-D LongTensors, `[CLS] c1 .. cn`.
+
+    The article's `tokenizer.encode` appends `[SEP]`. To a GPT-2 that was trained on documents
+    `[CLS] text [SEP]` that means "the end": it would start a new document, not continue this one.
+    """
+    ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    return [torch.tensor([tokenizer.cls_token_id, *row]) for row in ids]
+
+
+def generate_responses(model, tokenizer, queries, gen_len, do_sample=True):
+    """-> list of 1-D LongTensors, each of 1..gen_len ids and ending at its first `[SEP]`.
+
+    One `generate` for the whole batch, padded on the left so that every row goes on at its own
+    last token. The sampler must be the very policy that PPO scores, without top-k, top-p or
+    temperature (`generate` has top_k=50 if it is left out): else the KL drifts below 0.
+    """
+    batch = tokenizer.pad({"input_ids": queries}, padding_side="left", return_tensors="pt")
+    output = model.generate(
+        **batch.to(model.device), max_new_tokens=gen_len, do_sample=do_sample,
+        temperature=1.0, top_p=1.0, top_k=0 if do_sample else None,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.sep_token_id,
+    )  # fmt: skip
+    tails = output[:, batch["input_ids"].shape[1] :].cpu()  # (B, R): what follows the queries
+    # The article keeps the last gen_len ids; where a row ended early, that is padding too.
+    ended = tails == tokenizer.sep_token_id
+    lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, tails.shape[1])
+    return [ids[:length] for ids, length in zip(tails, lengths)]
+
+
+WIDE = "[\u2014-\u2026\u3000-\u9fff\uf900-\uffef]"  # Chinese characters and punctuation
+
+
+def decode_responses(tokenizer, responses):
+    """-> list of str as a person would write them: no `[SEP]`, no blanks beside Chinese."""
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    return [re.sub(f"(?<={WIDE}) +| +(?={WIDE})", "", text).strip() for text in texts]
+
+
+def score_texts(sentiment_pipe, texts, reward_label):
+    """-> FloatTensor (B,): P(the one label that starts with `reward_label`, case ignored)."""
+    label = rewarded_label(sentiment_pipe, reward_label)
+    longest = sentiment_pipe.model.config.max_position_embeddings
+    # top_k=None: every label; they come sorted by score, so that places in the list mean nothing
+    outputs = sentiment_pipe(texts, top_k=None, truncation=True, max_length=longest, batch_size=64)
+    return torch.tensor([{o["label"]: o["score"] for o in output}[label] for output in outputs])
+
+
+def rollout(trainer, tokenizer, sentiment_pipe, openings):
+    """Steps 2 and 3 for B openings -> queries, responses, texts, scores (B,), time stamps."""
+    config, clock = trainer.config, [time.perf_counter()]
+    queries = encode_prompts(tokenizer, openings)
+    with mixed_precision(trainer.model.device, config["dtype"]):
+        responses = generate_responses(trainer.model, tokenizer, queries, config["gen_len"])
+        # Judged and logged is what a person would read, with the opening as it was written.
+        texts = [o + text for o, text in zip(openings, decode_responses(tokenizer, responses))]
+        clock.append(time.perf_counter())
+        scores = score_texts(sentiment_pipe, texts, config["reward_label"])
+        clock.append(time.perf_counter())
+    return queries, responses, texts, scores, clock
+
+
+def train_one_iteration(trainer, tokenizer, sentiment_pipe):
+    """Steps 1 to 4 -> (one row of metrics.csv, texts, scores)."""
+    # 1. draw: the same few openings again and again, each time continued differently
+    openings = [random.choice(prompts) for _ in range(trainer.config["batch_size"])]
+    # 2. write and 3. judge
+    queries, responses, texts, scores, clock = rollout(trainer, tokenizer, sentiment_pipe, openings)
+    # 4. learn
+    stats = trainer.step(queries, responses, scores)
+    clock.append(time.perf_counter())
+
+    score, n_tokens, seconds = scores.mean().item(), sum(map(len, responses)), clock[3] - clock[0]
+    row = {
+        "iteration": trainer.iteration,
+        "score_mean": score, "score_std": scores.std(correction=0).item(),
+        **stats, "objective": score - stats["kl_coef"] * stats["kl"],
+        "response_length": n_tokens / len(responses),
+        "distinct": len({tuple(ids.tolist()) for ids in responses}) / len(responses),
+        "seconds_rollout": clock[1] - clock[0], "seconds_score": clock[2] - clock[1],
+        "seconds_update": clock[3] - clock[2],
+        "seconds_total": seconds, "tokens_per_second": n_tokens / seconds,
+    }  # fmt: skip
+    return row, texts, scores
+
+
+def main(config):
+    """Train; -> summary dict with `before`, `after`, `held_out`, `ceiling` and `run_dir`.
+
+    `config` is a changed copy of the dict above, or holds only the keys to change. Raises
+    `ConfigError`, a `ValueError`, for a user's mistake, `FloatingPointError` if the numbers break.
+    """
+    config = check_config(config)
+    set_seed(config["seed"])
+    model, ref_model, tokenizer, sentiment_pipe = load_models(config)
+    trainer = PPOTrainer(model, ref_model, config)
+    run = RunFolder(config, trainer, tokenizer)  # with `resume`: back at the newest checkpoint
+    if run.before is None:
+        run.before = evaluate(trainer, tokenizer, sentiment_pipe, seed=config["seed"] + 1)
+
+    done, last = trainer.iteration, config["iterations"]
+    bar = tqdm(range(done + 1, last + 1), initial=done, total=last, disable=None, ncols=100)
+    with stop_signals() as stop:
+        for iteration in bar:
+            row, texts, scores = train_one_iteration(trainer, tokenizer, sentiment_pipe)
+            bar.set_postfix(score=f"{row['score_mean']:.3f}", kl=f"{row['kl']:.2f}", refresh=False)
+            run.log(row, texts, scores)
+            if stop or iteration == last or iteration % config["save_freq"] == 0:
+                run.save_checkpoint()
+            if stop and iteration < last:
+                tqdm.write(f"to continue: python rlhf_sentiment.py resume={run.path}")
+                raise SystemExit(128 + stop[0])
+
+    after = evaluate(trainer, tokenizer, sentiment_pipe, seed=config["seed"] + 2)
+    return run.finish(after)
+
+
+# ======================================================================================= Plumbing
+# A first reading may stop here. Below: evaluation, the run folder, checks of what a user gives.
+
+# ------------------------------------------------------------------------------------- evaluation
+
+
+def evaluate(trainer, tokenizer, sentiment_pipe, seed):
+    """Sample `eval_samples` responses to each opening -> {"pool": summary, "held out": summary}.
+
+    The run's random state is left as it was: how much is measured changes nothing in the training.
+    """
+    config, device, results = trainer.config, trainer.model.device, {}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for name, openings in (("pool", prompts), ("held out", held_out_prompts)):
+            todo = [opening for opening in openings for _ in range(config["eval_samples"])]
+            samples, size = [], config["batch_size"]
+            for i in tqdm(range(0, len(todo), size), name, disable=None, leave=False, ncols=100):
+                batch = todo[i : i + size]
+                queries, ids, texts, scores, _ = rollout(trainer, tokenizer, sentiment_pipe, batch)
+                kls = sequence_kl(trainer.old_pass(queries, ids))
+                samples += zip(ids, texts, scores.tolist(), kls.tolist())
+            results[name] = summarize(samples, len(openings), config["kl_coef"])
+            ended = [ids[-1] == tokenizer.sep_token_id for ids, *_ in samples]
+            results[name]["ended"] = sum(ended).item() / len(ended)
+    return results
+
+
+def summarize(samples, n_openings, kl_coef):
+    """Means and standard errors of (response, text, score, kl), equally many of each opening."""
+    responses, texts, scores, kls = zip(*samples)
+    n = len(samples) // n_openings
+    summary = {"scores": scores, "examples": list(zip(texts, scores))[::n]}  # one of each opening
+    scores, kls = (torch.tensor(x, dtype=torch.float64).view(n_openings, n) for x in (scores, kls))
+    for name, x in (("score", scores), ("kl", kls), ("objective", scores - kl_coef * kls)):
+        # the openings are fixed, not drawn: only the spread within each of them is chance
+        error = (x.var(1, correction=min(1, n - 1)).mean() / len(samples)).sqrt()
+        summary |= {name: x.mean().item(), f"{name}_se": error.item()}
+    pairs = [pair for ids in responses for pair in zip(ids.tolist(), ids.tolist()[1:])]
+    summary["distinct_2"] = len(set(pairs)) / max(1, len(pairs))
+    return summary | {"length": sum(map(len, responses)) / len(responses)}
+
+
+def compare(before, after, kl_coef):
+    """-> {"before", "after", "ceiling"} of one set of openings; without a leash no ceiling."""
+    scores, ceiling = torch.tensor(before["scores"]).view(len(before["examples"]), -1), None
+    if kl_coef > 0:
+        ceiling = best_possible(scores, kl_coef)
+        gain = ceiling["objective"] - before["objective"]
+        ceiling["share"] = (after["objective"] - before["objective"]) / gain if gain > 0 else 0.0
+        tries = [best_of_n(scores, 2**k, kl_coef) for k in range(7) if 2**k <= scores.shape[1]]
+        ceiling["best_of_n"] = max(tries, key=lambda result: result["objective"])
+    before, after = ({k: v for k, v in r.items() if k != "scores"} for r in (before, after))
+    return {"before": before, "after": after, "ceiling": ceiling}
+
+
+def print_report(name, before, after, ceiling):
+    """A text of each opening before and after, side by side; the means; the share reached."""
+    tqdm.write(f"\n{name}: a text of each opening before -> after training, with their scores")
+    for (old, old_score), (new, new_score) in zip(before["examples"], after["examples"]):
+        # filled with wide blanks, so that Chinese columns stay aligned
+        tqdm.write(f"{old_score:.3f} {old[:21]:\u3000<21} -> {new_score:.3f} {new[:21]}")
+    tqdm.write(f"{'':11}{'score':16}{'KL (nats)':16}{'objective':16}distinct-2  length  ended")
+    for label, row in (("before", before), ("after", after), ("ceiling", ceiling or {})):
+        cells = [f"{row[k]:.3f}" + (f" ± {row[k + '_se']:.3f}" if k + "_se" in row else "")
+                 for k in ("score", "kl", "objective") if row]  # fmt: skip
+        cells += [f"{row[k]:.3f}" for k in ("distinct_2", "length", "ended") if k in row]
+        tqdm.write(f"{label:11}" + "".join(f"{cell:16}" for cell in cells[:3]) + "  ".join(f"{cell:>8}" for cell in cells[3:]))
+    if ceiling:
+        tqdm.write("PPO reached {share:.0%} of the possible gain in the objective; the best of "
+                   "{best_of_n[n]} samples would have {best_of_n[objective]:.3f}".format(**ceiling))
+        if ceiling["effective_samples"] < 30:
+            tqdm.write("The ceiling rests on {effective_samples:.0f} effective samples: it is too low "
+                       "and the share flattered; raise eval_samples".format(**ceiling))  # fmt: skip
+
+
+# --------------------------------------------------------------------------------- the run folder
+
+LOGS = "metrics.csv", "samples.txt"
+HEADER = "iteration  score ± std       KL  objective  entropy  clipfrac  distinct  length  seconds"
+LINE = ("{iteration:9d}  {score_mean:.3f} ± {score_std:.3f} {kl:6.3f} {objective:10.3f} "
+        "{entropy:8.2f} {clipfrac:9.3f} {distinct:9.2f} {response_length:7.1f} {seconds_total:8.2f}")  # fmt: skip
+
+
+class RunFolder:
+    """What a run leaves behind: config, metrics, samples, checkpoints, evaluation, curve."""
+
+    def __init__(self, config, trainer, tokenizer):
+        self.config, self.trainer, self.tokenizer = config, trainer, tokenizer
+        self.before = None  # the evaluation before training
+        stamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() % 10**9:09}"
+        self.path = Path(config["resume"] or Path(config["save_dir"], stamp))
+        self.path.mkdir(parents=True, exist_ok=bool(config["resume"]))
+        write_json(self.path / "config.json", {**config, "resume": None})
+        checkpoints = self.checkpoints()
+        logged = self.restore(checkpoints[-1]) if checkpoints else dict.fromkeys(LOGS, 0)
+        for name, size in logged.items():  # what was logged after that checkpoint will come again
+            with open(self.path / name, "ab") as file:
+                file.truncate(size)
+        tqdm.write(f"{config['iterations']} iterations x {config['batch_size']} responses on "
+                   f"{trainer.model.device}, into {self.path}\n{HEADER}")  # fmt: skip
+
+    def log(self, row, texts, scores):
+        """A row of metrics.csv; in the first, the last and every 10th iteration texts as well."""
+        with open(self.path / "metrics.csv", "a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, row)
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerow({k: v if isinstance(v, int) else f"{v:.6g}" for k, v in row.items()})
+        n, every = row["iteration"], self.config["explain"]
+        ends = n in (1, self.config["iterations"])
+        if ends or n % 10 == 0:
+            lines = [f"{score:.3f}  {text}" for text, score in zip(texts[:3], scores)]
+            tqdm.write("\n           ".join([LINE.format(**row), *lines]))
+            with open(self.path / "samples.txt", "a", encoding="utf-8") as file:
+                file.write("\n".join([f"iteration {n}", *lines, ""]))
+        if ends or every and n % every == 0:
+            tqdm.write(self.trainer.explain(self.tokenizer))
+
+    def checkpoints(self):
+        """The complete checkpoints, oldest first."""
+        return sorted(self.path.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+
+    def save_checkpoint(self):
+        """Write everything under a temporary name, then rename; keep the newest two."""
+        trainer, incomplete = self.trainer, self.path / "incomplete"
+        shutil.rmtree(incomplete, ignore_errors=True)
+        trainer.model.save_pretrained(incomplete)
+        self.tokenizer.save_pretrained(incomplete)
+        kind, keys, *rest = numpy.random.get_state()
+        state = {
+            "iteration": trainer.iteration, "kl_coef": trainer.kl_controller.value,
+            "optimizer": trainer.optimizer.state_dict(), "before": self.before,
+            "logged": {name: (self.path / name).stat().st_size for name in LOGS},
+            "python": random.getstate(), "numpy": (kind, keys.tolist(), *rest),
+            "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all(),
+        }  # fmt: skip
+        torch.save(state, incomplete / "trainer_state.pt")
+        for file in incomplete.iterdir():
+            with open(file, "rb+") as opened:
+                os.fsync(opened)
+        incomplete.rename(self.path / f"checkpoint-{trainer.iteration}")
+        for old in self.checkpoints()[:-2]:
+            shutil.rmtree(old.rename(incomplete))  # half deleted it must not look complete
+
+    def restore(self, checkpoint):
+        """Put trainer and random states back to `checkpoint` -> bytes logged by then.
+
+        The reference stays the base model: a leash tied to a checkpoint would move along.
+        """
+        state = torch.load(checkpoint / "trainer_state.pt", map_location="cpu", weights_only=True)
+        trained, _ = load_gpt2(checkpoint)
+        self.trainer.model.load_state_dict(trained.state_dict())
+        self.trainer.optimizer.load_state_dict(state["optimizer"])
+        self.trainer.iteration, self.before = state["iteration"], state["before"]
+        self.trainer.kl_controller.value = state["kl_coef"]
+        random.setstate(state["python"])
+        numpy.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda"])
+        return state["logged"]
+
+    def finish(self, after):
+        """Compare and report; evaluation.json and curve.png -> the summary that `main` returns."""
+        results = {}
+        for name in after:
+            results[name] = compare(self.before[name], after[name], self.config["kl_coef"])
+            print_report(name, **results[name])
+        summary = {**results["pool"], "held_out": results["held out"], "run_dir": str(self.path)}
+        write_json(self.path / "evaluation.json", summary)
+        draw_curve(self.path, summary["ceiling"])
+        return summary
+
+
+def write_json(path, content):
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def draw_curve(folder, ceiling):
+    """curve.png from metrics.csv, if matplotlib happens to be installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return tqdm.write("no curve.png: it needs matplotlib (pip install matplotlib)")
+    metrics = numpy.genfromtxt(folder / "metrics.csv", delimiter=",", names=True, ndmin=1)
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    panels = ("score_mean", "objective"), ("kl",), ("entropy",), ("policy_loss", "value_loss")
+    for axes, names in zip(figure.subplots(2, 2).flat, panels):
+        for name in names:
+            axes.plot(metrics["iteration"], metrics[name], label=name)
+        if "objective" in names and ceiling:
+            axes.axhline(ceiling["objective"], ls="--", c="gray", label="ceiling of the objective")
+        axes.set_xlabel("iteration")
+        axes.legend()
+    figure.savefig(folder / "curve.png", dpi=100)
+
+
+@contextmanager
+def stop_signals():
+    """-> list to which the first Ctrl-C or SIGTERM adds its number; a second stops at once."""
+    received = []
+
+    def note(number, frame):
+        if received:
+            raise SystemExit(128 + number)
+        received.append(number)
+        tqdm.write("finishing this iteration and writing a checkpoint; once more stops at once")
+
+    previous = {}
+    with suppress(ValueError):  # Python lets only the main thread handle signals
+        previous = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+# -------------------------------------------------------------------------------------- the checks
+
+
+class ConfigError(ValueError):
+    """A user's mistake; the message is one line: what is wrong, and what would be right."""
+
+
+def require(condition, message):
+    if not condition:
+        raise ConfigError(message)
+
+
+def number(x):
+    return isinstance(x, (int, float)) and type(x) is not bool and abs(x) < float("inf")
+
+
+RULES = {  # config keys: what is right for them, and the test for it
+    "iterations batch_size gen_len ppo_epochs minibatch_size save_freq eval_samples":
+        ("a whole number, at least 1", lambda x: type(x) is int and x >= 1),
+    "explain seed": ("a whole number below 2**32", lambda x: type(x) is int and 0 <= x < 2**32),
+    "lr value_lr kl_coef vf_coef": ("a number, at least 0", lambda x: number(x) and x >= 0),
+    "max_grad_norm kl_horizon cliprange": ("a number above 0", lambda x: number(x) and x > 0),
+    "kl_target": ("None or a number above 0", lambda x: x is None or number(x) and x > 0),
+    "gamma lam": ("a number from 0 to 1", lambda x: number(x) and 0 <= x <= 1),
+    "offline": ("True or False", lambda x: type(x) is bool),
+    "model_name reward_model_name reward_label save_dir": ("a text", lambda x: type(x) is str),
+    "resume": ("None or a run folder", lambda x: x is None or type(x) is str),
+    "dtype": ("auto, fp32 or bf16", lambda x: x in ("auto", "fp32", "bf16")),
+}  # fmt: skip
+
+
+def check_config(given):
+    """-> the complete config: `given` over the start values, or over those of the run to resume."""
+    for key in given:
+        near = difflib.get_close_matches(str(key), config, 1) or [", ".join(config)]
+        require(key in config, f"unknown config key {key!r}; known is: {near[0]}")
+    if len(given) == len(config):  # a full copy: what is meant is what was changed in it
+        given = {key: value for key, value in given.items() if value != config[key]}
+    complete = {**config, **given}
+    for keys, (right, test) in RULES.items():
+        for key in keys.split():
+            require(test(complete[key]), f"{key}={complete[key]!r}: it should be {right}")
+    if complete["resume"]:
+        complete = {**stored_config(Path(complete["resume"]), given), **given}
+    elif complete["offline"]:
+        from tests.tiny_models import SMALL_MODEL_SETTINGS
+
+        tqdm.write(f"offline=True sets {SMALL_MODEL_SETTINGS}")
+        complete = {**config, **SMALL_MODEL_SETTINGS, **given}
+    pick_device(complete["device"])
+    return complete
+
+
+def stored_config(folder, given):
+    """The config of the run in `folder`, if `given` changes only what a resumed run may change."""
+    try:
+        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"resume={str(folder)!r} is no run folder: {error}") from error
+    free = ("resume", "iterations", "save_freq", "device", "explain")
+    refused = [f"{k}={v!r} for {stored[k]!r}" for k, v in given.items()
+               if k not in free and v != stored[k]]  # fmt: skip
+    require(not refused, f"a resumed run keeps its settings; refused are {', '.join(refused)}")
+    done, total = stored["iterations"], given.get("iterations", stored["iterations"])
+    finished = total == done and (folder / "evaluation.json").exists()
+    require(total >= done and not finished, f"iterations={total}: the run in {folder} "
+            f"{'is finished after' if finished else 'has'} {done}; it may only grow")
+    return stored
+
+
+def pick_device(name):
+    """'auto' -> cuda, else mps, else cpu; any other name must be a device that is here."""
+    found = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    found += ["mps"] * torch.backends.mps.is_available() + ["cpu"]
+    right = ["auto", *found, *("cuda" for device in found if device == "cuda:0")]
+    require(name in right, f"device={name!r} is not here; it should be one of {', '.join(right)}")
+    return found[0] if name == "auto" else name
+
+
+@contextmanager
+def loading(key, name):
+    """Turn whatever goes wrong while a model is loaded into one line with three ways out."""
+    tqdm.write(f"loading {name}")
+    # That the value head is new, an id is odd or a hub does not answer is dealt with here.
+    for library in ("transformers", "huggingface_hub"):
+        transformers_logging.get_logger(library).setLevel("ERROR")
+    if is_folder := Path(name).is_dir():  # a download keeps its progress bar
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    except Exception as error:  # the libraries raise a dozen kinds; to a user they are one
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise ConfigError(
+            f"{key}={name!r}{'' if is_folder else ' (no local folder)'} cannot be used: {reason}. "
+            "Three ways out: name a local folder that holds the model; set the variable "
+            "HF_ENDPOINT to a mirror in the shell; or train small models with offline=True"
+        ) from error
+
+
+def check_prompts(tokenizer, n_positions, gen_len):
+    """Every prompt must be a text that the model can read, with room for the response."""
+    require(prompts, "the list `prompts` is empty; it should hold at least one opening")
+    openings = [*prompts, *held_out_prompts]
+    for opening, ids in zip(openings, encode_prompts(tokenizer, openings)):
+        n, unknown = len(ids) - 1, (ids == tokenizer.unk_token_id).sum().item()
+        note = f"prompt {opening!r}: {unknown} of its {n} tokens are unknown to the vocabulary"
+        require(2 * unknown < n, f"{note}; it should be a text that the model can read")
+        if unknown:
+            tqdm.write(f"warning: {note}")
+        room = n_positions - len(ids)
+        require(gen_len <= room, f"gen_len={gen_len}: prompt {opening!r} leaves room for {room} "
+                f"tokens in the model's {n_positions} positions; it should be at most that")
+
+
+def rewarded_label(sentiment_pipe, reward_label):
+    """The one label of the judge that starts with `reward_label`, case ignored."""
+    labels = list(sentiment_pipe.model.config.id2label.values())
+    found = [label for label in labels if label.lower().startswith(reward_label.lower())]
+    require(len(found) == 1, f"reward_label={reward_label!r} fits {len(found)} labels; it should "
+            f"begin exactly one of: {'; '.join(labels)}")
+    return found[0]
+
+
+def parse_overrides(arguments):
+    """`["lr=1e-4", "offline=True"]` -> `{"lr": 1e-4, "offline": True}`; the last of a key wins."""
+    overrides = dict(argument.partition("=")[::2] for argument in arguments)
+    for key, text in overrides.items():
+        require(text, f"{key!r} is not key=value; the keys are: {', '.join(config)}")
+        if not isinstance(config.get(key), str):  # a name stays a name, even if it is 2024
+            with suppress(ValueError, SyntaxError):  # what is no Python value stays a text
+                overrides[key] = ast.literal_eval(text)
+    return overrides
+
+
+def run_as_script(arguments):
+    """`main` for the command line: every foreseen failure is one line on stderr and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a console without Chinese must not end the run
+    try:
+        main(parse_overrides(arguments))
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"error: out of memory; lower minibatch_size, then batch_size ({error})")
+    except (ConfigError, FloatingPointError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    run_as_script(sys.argv[1:])

@@ -1,0 +1,324 @@
+"""The whole script: what a run returns, what it leaves behind, and what bad input gets."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rlhf_sentiment
+from rlhf_sentiment import ConfigError, main, parse_overrides
+from tests.conftest import LABELS, write_gpt2, write_judge
+
+ROOT = Path(__file__).parent.parent
+CLOCKS = ("seconds_rollout", "seconds_score", "seconds_update", "seconds_total", "tokens_per_second")
+
+
+def run(hub, save_dir, **changes):
+    return main({**rlhf_sentiment.config, **hub, "save_dir": str(save_dir), **changes})
+
+
+def metrics(run_dir, clocks=False):
+    with open(Path(run_dir, "metrics.csv"), newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return rows if clocks else [{k: v for k, v in r.items() if k not in CLOCKS} for r in rows]
+
+
+@pytest.fixture(scope="module")
+def finished(hub, tmp_path_factory):
+    """The summary of a complete little run."""
+    return run(hub, tmp_path_factory.mktemp("runs"), iterations=12, save_freq=4)
+
+
+def test_a_run_returns_and_stores_its_evaluation(finished):
+    for result in (finished, finished["held_out"]):
+        for when in ("before", "after"):
+            means = result[when]
+            objective = means["score"] - 0.05 * means["kl"]
+            assert means["objective"] == pytest.approx(objective)
+            assert 0 <= means["score"] <= 1 and means["score_se"] >= 0 and means["length"] >= 1
+        assert result["before"]["kl"] == pytest.approx(0.0, abs=1e-5)
+        ceiling = result["ceiling"]
+        assert ceiling["objective"] == pytest.approx(ceiling["score"] - 0.05 * ceiling["kl"])
+        gain = ceiling["objective"] - result["before"]["objective"]
+        reached = result["after"]["objective"] - result["before"]["objective"]
+        assert ceiling["share"] == pytest.approx(reached / gain)
+    stored = json.loads(Path(finished["run_dir"], "evaluation.json").read_text(encoding="utf-8"))
+    assert stored == json.loads(json.dumps(finished))
+
+
+def test_a_run_folder_holds_what_the_readme_promises(finished):
+    folder = Path(finished["run_dir"])
+    rows = metrics(folder, clocks=True)
+    assert [row["iteration"] for row in rows] == [str(n) for n in range(1, 13)]
+    for row in rows:
+        score, kl, kl_coef = (float(row[k]) for k in ("score_mean", "kl", "kl_coef"))
+        assert float(row["objective"]) == pytest.approx(score - kl_coef * kl, abs=1e-5)
+        assert 0 < float(row["distinct"]) <= 1 and 1 <= float(row["response_length"]) <= 8
+        parts = sum(float(row[k]) for k in CLOCKS[:3])
+        assert float(row["seconds_total"]) == pytest.approx(parts, rel=1e-4)
+    assert json.loads((folder / "config.json").read_text())["batch_size"] == 6
+    samples = (folder / "samples.txt").read_text(encoding="utf-8")
+    assert [line for line in samples.split("\n") if line.startswith("iteration")] == [
+        "iteration 1", "iteration 10", "iteration 12",
+    ]  # fmt: skip
+    assert any(prompt in samples for prompt in rlhf_sentiment.prompts) and "[SEP]" not in samples
+    assert sorted(p.name for p in folder.glob("*checkpoint*")) == ["checkpoint-12", "checkpoint-8"]
+
+
+def test_a_checkpoint_loads_with_plain_transformers(finished, hub):
+    checkpoint = Path(finished["run_dir"], "checkpoint-12")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert len(tokenizer) == model.config.vocab_size
+    base = AutoModelForCausalLM.from_pretrained(hub["model_name"]).eval()
+    ids = torch.tensor([[2, 8, 9]])
+    assert not torch.equal(model(ids).logits, base(ids).logits)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(hub, tmp_path):
+    first, second, other = (run(hub, tmp_path, seed=seed, iterations=2) for seed in (5, 5, 6))
+    assert metrics(first["run_dir"]) == metrics(second["run_dir"])
+    assert first["after"] == second["after"] and first["run_dir"] != second["run_dir"]
+    assert metrics(first["run_dir"]) != metrics(other["run_dir"])
+
+
+def test_how_much_is_evaluated_changes_nothing_in_the_training(hub, tmp_path):
+    runs = [run(hub, tmp_path, iterations=2, eval_samples=n) for n in (1, 7)]
+    assert metrics(runs[0]["run_dir"]) == metrics(runs[1]["run_dir"])
+
+
+def test_without_a_leash_there_is_no_ceiling(hub, tmp_path):
+    summary = run(hub, tmp_path, iterations=1, kl_coef=0.0)
+    assert summary["ceiling"] is None and summary["after"]["objective"] == summary["after"]["score"]
+
+
+def test_only_the_keys_that_change_may_be_given(hub, tmp_path):
+    summary = main({**hub, "iterations": 1, "save_dir": str(tmp_path)})
+    assert json.loads(Path(summary["run_dir"], "config.json").read_text())["cliprange"] == 0.2
+
+
+def test_overrides_are_python_values_and_names_stay_names():
+    overrides = parse_overrides(["lr=1e-4", "offline=True", "save_dir=2024", "lr=2e-4", "kl_target=None"])
+    assert overrides == {"lr": 2e-4, "offline": True, "save_dir": "2024", "kl_target": None}
+
+
+# ------------------------------------------------------------------------------------- bad input
+
+BAD_CONFIGS = [
+    ({"learning_rat": 1}, "learning_rat"),
+    ({"iteration": 1}, "iteration.*iterations"),
+    ({"iterations": 0}, "iterations=0.*whole number"),
+    ({"iterations": 1.5}, "iterations=1.5.*whole number"),
+    ({"iterations": "ten"}, "iterations='ten'.*whole number"),
+    ({"batch_size": True}, "batch_size=True.*whole number"),
+    ({"gen_len": -1}, "gen_len=-1.*at least 1"),
+    ({"lr": -1e-5}, "lr=-1e-05.*at least 0"),
+    ({"lr": float("nan")}, "lr=nan.*number"),
+    ({"lr": "1e-5x"}, "lr='1e-5x'.*number"),
+    ({"kl_coef": None}, "kl_coef=None.*number"),
+    ({"kl_target": 0}, "kl_target=0.*None or a number above 0"),
+    ({"kl_horizon": 0}, "kl_horizon=0.*above 0"),
+    ({"gamma": 1.1}, "gamma=1.1.*0 to 1"),
+    ({"lam": -0.1}, "lam=-0.1.*0 to 1"),
+    ({"cliprange": 0}, "cliprange=0.*above 0"),
+    ({"max_grad_norm": float("inf")}, "max_grad_norm=inf.*above 0"),
+    ({"seed": -1}, "seed=-1.*whole number"),
+    ({"offline": "yes"}, "offline='yes'.*True or False"),
+    ({"dtype": "fp16"}, "dtype='fp16'.*auto, fp32 or bf16"),
+    ({"device": "gpu"}, "device='gpu'.*auto.*cpu"),
+    ({"device": "cuda:99"}, "device='cuda:99'.*cpu"),
+    ({"model_name": 7}, "model_name=7.*text"),
+    ({"resume": "/no/such/run"}, "/no/such/run.*no run folder"),
+    ({"resume": 7}, "resume=7.*run folder"),
+    ({"explain": -2}, "explain=-2.*whole number"),
+    ({"gen_len": 60}, "gen_len=60.*64 positions"),
+    ({"reward_label": "good"}, "reward_label='good'.*0 labels.*negative.*positive"),
+    ({"reward_label": ""}, "reward_label=''.*2 labels"),
+    ({"model_name": "/no/such/folder"}, "model_name='/no/such/folder'.*no local folder.*offline=True"),
+    ({"reward_model_name": "/no/such"}, "reward_model_name='/no/such'.*HF_ENDPOINT"),
+]
+
+
+@pytest.mark.parametrize("change, message", BAD_CONFIGS, ids=lambda value: str(value)[:40])
+def test_bad_config_gets_one_clear_line_before_training(hub, tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        main({**hub, "save_dir": str(tmp_path / "runs"), **change})
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def drop_weight(path, name):
+    weights = torch.load(path)
+    del weights[name]
+    torch.save(weights, path)
+
+
+BROKEN_MODELS = [
+    ("a 5-entry tokenizer", lambda g, j: (g / "vocab.txt").unlink(), "model_name.*token"),
+    ("a shorter vocabulary", lambda g, j: (g / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n"),
+     "model_name.*tokenizer has"),
+    ("no weights", lambda g, j: (g / "pytorch_model.bin").unlink(), "model_name.*pytorch_model.bin"),
+    ("a pointer instead of weights",
+     lambda g, j: (g / "pytorch_model.bin").write_text("version https://git-lfs"), "model_name"),
+    ("half the weights",
+     lambda g, j: (g / "pytorch_model.bin").write_bytes((g / "pytorch_model.bin").read_bytes()[:9000]),
+     "model_name"),
+    ("weights of another shape", lambda g, j: edit_json(g / "config.json", n_embd=64), "model_name"),
+    ("a weight missing",
+     lambda g, j: drop_weight(g / "pytorch_model.bin", "transformer.wpe.weight"), "lacks.*wpe"),
+    ("no config", lambda g, j: (g / "config.json").unlink(), "model_name"),
+    ("another architecture", lambda g, j: edit_json(g / "config.json", model_type="bert"),
+     "found a bert model.*needed is a GPT-2"),
+    ("a judge without a head",
+     lambda g, j: drop_weight(j / "pytorch_model.bin", "classifier.weight"),
+     "reward_model_name.*lacks.*classifier"),
+    ("a judge with another vocabulary", lambda g, j: (j / "vocab.txt").write_text("[PAD]\n[UNK]\n"),
+     "reward_model_name.*tokenizer has"),
+    ("a judge with other labels",
+     lambda g, j: edit_json(j / "config.json", id2label={"0": "LABEL_0", "1": "LABEL_1"}),
+     "reward_label='positive'.*LABEL_0; LABEL_1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what, damage, message", BROKEN_MODELS, ids=lambda v: v if type(v) is str else "")
+def test_a_model_that_does_not_fit_gets_one_clear_line(hub, tmp_path, what, damage, message):
+    gpt2, judge = write_gpt2(tmp_path / "gpt2"), write_judge(tmp_path / "judge")
+    damage(gpt2, judge)
+    with pytest.raises(ConfigError, match=message) as caught:
+        main({**hub, "model_name": str(gpt2), "reward_model_name": str(judge),
+              "save_dir": str(tmp_path / "runs")})  # fmt: skip
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("prompt, message", [("", "prompt ''"), ("龘龘龘好", "龘.*3 of its 4 tokens")])
+def test_a_prompt_that_the_model_cannot_read_is_named(hub, tmp_path, monkeypatch, prompt, message):
+    monkeypatch.setattr(rlhf_sentiment, "prompts", ["这部电影很", prompt])
+    with pytest.raises(ConfigError, match=message):
+        run(hub, tmp_path)
+
+
+def test_a_prompt_with_one_unknown_character_is_reported(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rlhf_sentiment, "prompts", ["这部电影很龘"])
+    run(hub, tmp_path, iterations=1)
+    assert "1 of its 6 tokens" in capsys.readouterr().out
+    texts = next(tmp_path.glob("*/samples.txt")).read_text(encoding="utf-8").split("\n")[1:4]
+    assert all("这部电影很龘" in text for text in texts)  # scored as it was written
+
+
+# ---------------------------------------------------------------------------- interrupt and resume
+
+
+def assert_same_end(straight, resumed):
+    assert metrics(straight["run_dir"]) == metrics(resumed["run_dir"])
+    assert straight["after"] == resumed["after"] and straight["before"] == resumed["before"]
+    states = [AutoModelForCausalLM.from_pretrained(Path(summary["run_dir"], "checkpoint-12")).state_dict()
+              for summary in (straight, resumed)]  # fmt: skip
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    samples = [Path(summary["run_dir"], "samples.txt").read_text() for summary in (straight, resumed)]
+    assert samples[0] == samples[1]
+
+
+class Stop(Exception):
+    """Stands for whatever ends a process without warning."""
+
+
+@pytest.mark.parametrize("stop_at", [2, 4, 7, 12])
+def test_a_run_that_died_resumes_bit_for_bit(finished, hub, tmp_path, monkeypatch, stop_at):
+    step = rlhf_sentiment.PPOTrainer.step
+
+    def dying_step(self, *batch):
+        if self.iteration + 1 == stop_at:
+            raise Stop
+        return step(self, *batch)
+
+    monkeypatch.setattr(rlhf_sentiment.PPOTrainer, "step", dying_step)
+    with pytest.raises(Stop):
+        run(hub, tmp_path, iterations=12, save_freq=4)
+    monkeypatch.undo()
+    (folder,) = tmp_path.iterdir()
+    assert_same_end(finished, main({"resume": str(folder)}))
+    with pytest.raises(ConfigError, match="is finished after 12"):
+        main({"resume": str(folder)})
+
+
+def test_a_run_that_died_while_saving_resumes_from_the_older_checkpoint(
+    finished, hub, tmp_path, monkeypatch
+):
+    save = torch.save
+
+    def dying_save(state, path):
+        if state["iteration"] == 8:
+            Path(path).write_bytes(b"half a file")
+            raise Stop
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", dying_save)
+    with pytest.raises(Stop):
+        run(hub, tmp_path, iterations=12, save_freq=4)
+    monkeypatch.undo()
+    (folder,) = tmp_path.iterdir()
+    assert [p.name for p in folder.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert_same_end(finished, main({"resume": str(folder)}))
+
+
+def test_a_resumed_run_may_grow_but_not_change(hub, tmp_path):
+    folder = run(hub, tmp_path, iterations=2)["run_dir"]
+    with pytest.raises(ConfigError, match="lr=0.5 for 0.001"):
+        main({"resume": folder, "lr": 0.5})
+    with pytest.raises(ConfigError, match="iterations=1.*may only grow"):
+        main({"resume": folder, "iterations": 1})
+    summary = main({"resume": folder, "iterations": 4})
+    assert [row["iteration"] for row in metrics(summary["run_dir"])] == ["1", "2", "3", "4"]
+
+
+def script(*arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "rlhf_sentiment.py"), *arguments], text=True, encoding="utf-8",
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+
+
+def test_ctrl_c_finishes_the_iteration_saves_and_says_how_to_continue(hub, tmp_path):
+    arguments = [f"{key}={value}" for key, value in hub.items()]
+    process = script(*arguments, "iterations=100000", f"save_dir={tmp_path}", PYTHONUNBUFFERED="1")
+    for line in process.stdout:
+        if line.split()[:1] == ["1"]:  # the first iteration is done
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    (folder,) = tmp_path.iterdir()
+    assert process.returncode == 130 and err == ""
+    assert f"python rlhf_sentiment.py resume={folder}" in out
+    assert len(list(folder.glob("checkpoint-*"))) == 1
+
+
+def test_as_a_script_a_mistake_is_one_line_on_stderr_and_exit_code_1():
+    process = script("iterations=many")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert err == "error: iterations='many': it should be a whole number, at least 1\n"
+
+
+def test_an_unreachable_hub_ends_in_a_readable_line():
+    process = script(HF_ENDPOINT="http://127.0.0.1:9", HF_HOME="/nonexistent")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1 and err.count("\n") == 1
+    assert "uer/gpt2-chinese-cluecorpussmall" in err
+    assert "local folder" in err and "HF_ENDPOINT" in err and "offline=True" in err
+
+
+def test_labels_are_the_hub_models(finished):
+    assert LABELS == ["negative (stars 1, 2 and 3)", "positive (stars 4 and 5)"]

@@ -1,0 +1,82 @@
+"""The offline stand-ins: fluent of both kinds, judged well, cached and mended."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import rlhf_sentiment
+from rlhf_sentiment import decode_responses, encode_prompts, generate_responses, load_models
+from rlhf_sentiment import held_out_prompts, prompts, score_texts
+from tests.tiny_models import CACHE, LABELS, build, make_review, make_reviews
+
+TINY = {"gpt2_steps": 2, "classifier_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def stand_ins():
+    """The models that `offline=True` uses (built on the first call, about a minute)."""
+    return load_models({**rlhf_sentiment.config, "offline": True, "device": "cpu", "dtype": "fp32"})
+
+
+def test_the_reviews_are_many_and_half_of_them_positive():
+    texts, labels = make_reviews(10_000)
+    assert len(set(texts)) == 10_000 and 0.45 < sum(labels) / len(labels) < 0.55
+    assert max(map(len, texts)) < 60 and all(text.endswith("。") for text in texts)
+    assert make_review(random.Random(3)) == make_review(random.Random(3))
+
+
+def test_the_judge_is_right_about_reviews_that_it_has_not_seen(stand_ins):
+    texts, labels = make_reviews(1000, seed=1, exclude=set(make_reviews(20_000)[0]))
+    said = score_texts(stand_ins[3], texts, "positive") > 0.5
+    assert (said == torch.tensor(labels).bool()).float().mean() > 0.97
+
+
+def test_the_untrained_policy_writes_both_kinds_about_equally_often(stand_ins):
+    model, _, tokenizer, judge = stand_ins
+    torch.manual_seed(0)
+    for openings in (prompts, held_out_prompts):
+        queries = encode_prompts(tokenizer, openings * 50)
+        responses = generate_responses(model, tokenizer, queries, 16)
+        texts = [o + t for o, t in zip(openings * 50, decode_responses(tokenizer, responses))]
+        scores = score_texts(judge, texts, "positive")
+        assert 0.35 < scores.mean() < 0.65
+        assert len(set(texts)) > 120  # of 200: varied
+        assert sum(text.endswith("。") for text in texts) > 160  # most say all they have to say
+
+
+def test_the_label_names_are_the_hub_models(stand_ins):
+    assert stand_ins[3].model.config.id2label == LABELS
+
+
+def test_a_build_is_cached_reused_and_mended(tmp_path):
+    random.seed(1)
+    torch.manual_seed(1)
+    states = random.getstate(), torch.get_rng_state()
+    gpt2, judge = build(cache=tmp_path, **TINY)
+    assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
+    assert len(AutoTokenizer.from_pretrained(gpt2)) > 300
+    assert AutoModelForSequenceClassification.from_pretrained(judge).config.num_labels == 2
+
+    weights = Path(gpt2, "model.safetensors")
+    first = weights.stat().st_mtime_ns
+    assert build(cache=tmp_path, **TINY) == (gpt2, judge)
+    assert weights.stat().st_mtime_ns == first  # reused
+
+    weights.write_bytes(weights.read_bytes()[:-1])  # damaged
+    build(cache=tmp_path, **TINY)
+    assert weights.stat().st_mtime_ns != first
+    Path(judge, "config.json").unlink()  # incomplete
+    build(cache=tmp_path, **TINY)
+    assert Path(judge, "config.json").exists()
+
+    other, _ = build(cache=tmp_path, gpt2_steps=3, classifier_steps=2)  # another recipe
+    assert other != gpt2
+    assert [p.name for p in tmp_path.glob("building-*")] == []
+
+
+def test_the_cache_is_kept_out_of_the_repository():
+    ignored = (CACHE.parent / ".gitignore").read_text().split()
+    assert f"{CACHE.name}/" in ignored

@@ -1,0 +1,241 @@
+"""PPOTrainer: the right numbers for the right tokens, and learning."""
+
+import copy
+import math
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from gpt2_value_head import GPT2HeadWithValueModel
+from ppo import PPOTrainer, sequence_kl
+
+QUERIES = [torch.tensor([2, 8, 9, 10]), torch.tensor([2, 11]), torch.tensor([2, 12, 13])]
+RESPONSES = [torch.tensor([14, 15, 3]), torch.tensor([16]), torch.tensor([17, 18, 19, 20, 21])]
+SCORES = [0.9, 0.1, 0.5]
+
+
+@pytest.fixture
+def trainer(loaded, settings):
+    model, ref_model, _, _ = loaded
+    torch.nn.init.normal_(model.v_head.summary.weight, std=0.3)
+    return PPOTrainer(model, ref_model, settings)
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(before, after):
+    return all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_every_response_token_gets_its_own_logprob_and_the_value_before_it(trainer):
+    batch = trainer.old_pass(QUERIES, RESPONSES)
+    for row, (query, response) in enumerate(zip(QUERIES, RESPONSES)):
+        ids = torch.cat([query, response]).unsqueeze(0)  # alone, without any padding
+        logits, values = trainer.model.logits_and_values(ids, torch.ones_like(ids))
+        for t, token in enumerate(response):
+            place = len(query) + t - 1  # this place predicts the token that follows it
+            logprob = logits[0, place].log_softmax(-1)[token]
+            assert batch["logprobs"][row, t].item() == pytest.approx(logprob.item(), abs=1e-5)
+            assert batch["values"][row, t].item() == pytest.approx(values[0, place].item(), abs=1e-5)
+        assert batch["mask"][row].tolist() == [1.0] * len(response) + [0.0] * (5 - len(response))
+
+
+def test_a_longer_neighbour_changes_no_number_of_a_row(trainer):
+    alone = trainer.old_pass(QUERIES[:1], RESPONSES[:1])
+    beside = trainer.old_pass(QUERIES, RESPONSES)
+    for name in ("logprobs", "ref_logprobs", "values", "entropy"):
+        assert torch.allclose(alone[name][0], beside[name][0, :3], atol=1e-5), name
+
+
+def test_a_sampled_pad_token_is_a_real_token(trainer):
+    batch = trainer.old_pass([torch.tensor([2, 8])], [torch.tensor([14, 0, 15])])
+    assert batch["mask"].tolist() == [[1.0, 1.0, 1.0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1]]
+
+
+def test_the_ratio_is_1_before_the_first_update_even_after_train(trainer):
+    trainer.model.train()  # dropout of 0.1 in the hub's config
+    batch = trainer.old_pass(QUERIES, RESPONSES)
+    for part in trainer.minibatches(batch, torch.tensor([2, 0, 1])):
+        logprobs, _, _ = trainer.forward(trainer.model, part)
+        ratio = (logprobs - part["logprobs"])[part["mask"] > 0].exp()
+        assert torch.allclose(ratio, torch.ones_like(ratio), atol=1e-5)
+
+
+def test_every_sample_is_used_once_per_epoch_whatever_the_remainder(trainer):
+    batch = {"row": torch.arange(11)}
+    parts = [part["row"].tolist() for part in trainer.minibatches(batch, torch.randperm(11))]
+    assert [len(part) for part in parts] == [4, 4, 3]
+    assert sorted(sum(parts, [])) == list(range(11))
+
+
+def test_a_minibatch_larger_than_the_batch_is_one_minibatch(trainer):
+    trainer.config["minibatch_size"] = 100
+    (part,) = trainer.minibatches({"row": torch.arange(3)}, torch.arange(3))
+    assert len(part["row"]) == 3
+
+
+def test_a_step_returns_plain_floats_and_keeps_its_tensors(trainer):
+    stats = trainer.step(QUERIES, RESPONSES, SCORES)
+    assert {"kl", "policy_loss", "value_loss", "clipfrac", "approx_kl", "entropy"} <= set(stats)
+    assert all(type(value) is float and math.isfinite(value) for value in stats.values())
+    batch = trainer.last_batch
+    assert batch["rewards"].shape == batch["whitened"].shape == (3, 5)
+    assert not any(tensor.requires_grad for tensor in batch.values())
+    # the score is in the rewards once, at the end; policy and reference agree at first
+    assert torch.allclose(batch["rewards"].sum(1), torch.tensor(SCORES), atol=1e-5)
+    assert stats["kl"] == pytest.approx(sequence_kl(batch).mean().item())
+
+
+def test_step_takes_tensor_scores_and_batches_of_one(trainer):
+    stats = trainer.step(QUERIES[1:2], RESPONSES[1:2], torch.tensor([1.0]))
+    assert all(math.isfinite(value) for value in stats.values())
+
+
+def test_a_step_moves_the_policy_and_never_the_reference(trainer):
+    policy, reference = weights(trainer.model), weights(trainer.ref_model)
+    trainer.step(QUERIES, RESPONSES, SCORES)
+    assert not same(policy, weights(trainer.model))
+    assert same(reference, weights(trainer.ref_model))
+
+
+def test_good_responses_become_more_likely_and_bad_ones_less(trainer):
+    torch.nn.init.zeros_(trainer.model.v_head.summary.weight)  # so that only the scores speak
+    before = trainer.old_pass(QUERIES, RESPONSES)
+    trainer.step(QUERIES, RESPONSES, [1.0, 0.0, 0.5])
+    after = trainer.old_pass(QUERIES, RESPONSES)
+    change = ((after["logprobs"] - before["logprobs"]) * before["mask"]).sum(1)
+    assert change[0] > 0 > change[1]
+
+
+def test_the_reported_kl_is_the_trained_one_and_positive_when_the_policy_has_moved(trainer):
+    kls = [trainer.step(QUERIES, RESPONSES, [1.0, 0.0, 0.0])["kl"] for _ in range(2)]
+    assert kls[0] == pytest.approx(0.0, abs=1e-5)
+    assert kls[1] == pytest.approx(sequence_kl(trainer.last_batch).mean().item(), abs=1e-5)
+    log_ratio = trainer.last_batch["logprobs"] - trainer.last_batch["ref_logprobs"]
+    penalty = -trainer.config["kl_coef"] * log_ratio * trainer.last_batch["mask"]
+    rewards = trainer.last_batch["rewards"]
+    assert torch.allclose(rewards[0, :2], penalty[0, :2], atol=1e-6)
+
+
+def test_both_learning_rates_fall_in_a_straight_line_to_0_and_stay_there(trainer):
+    seen = []
+    for _ in range(trainer.config["iterations"] + 2):
+        trainer.step(QUERIES, RESPONSES, SCORES)
+        seen.append([group["lr"] for group in trainer.optimizer.param_groups])
+    lr, value_lr = trainer.config["lr"], trainer.config["value_lr"]
+    share = [1, 2 / 3, 1 / 3, 0, 0]
+    assert seen == [[pytest.approx(lr * s), pytest.approx(value_lr * s)] for s in share]
+
+
+def test_the_adaptive_controller_steers_kl_coef_when_there_is_a_target(loaded, settings):
+    model, ref_model, _, _ = loaded
+    trainer = PPOTrainer(model, ref_model, {**settings, "kl_target": 6.0, "kl_horizon": 30})
+    stats = [trainer.step(QUERIES, RESPONSES, SCORES) for _ in range(2)]
+    assert stats[0]["kl_coef"] == 0.05  # this step's; KL 0 then lowers it by 0.2 * 3 / 30
+    assert stats[1]["kl_coef"] == pytest.approx(0.05 * 0.98)
+
+
+def test_the_gradient_is_clipped_in_every_minibatch(trainer, monkeypatch):
+    norms, clip = [], torch.nn.utils.clip_grad_norm_
+
+    def watched(parameters, limit):
+        parameters = list(parameters)
+        clip(parameters, limit)
+        norms.append(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm())
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", watched)
+    trainer.config["max_grad_norm"] = 1e-3
+    trainer.step(QUERIES * 2, RESPONSES * 2, SCORES * 2)
+    assert len(norms) == trainer.config["ppo_epochs"] * 2
+    assert all(norm == pytest.approx(1e-3, rel=1e-3) for norm in norms)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_stops_the_step_and_nothing_has_moved(trainer, bad):
+    trainer.step(QUERIES, RESPONSES, SCORES)
+    before, random_state = weights(trainer.model), torch.get_rng_state()
+    with pytest.raises(FloatingPointError, match="iteration 2.*score"):
+        trainer.step(QUERIES, RESPONSES, [0.5, bad, 0.5])
+    assert same(before, weights(trainer.model)) and trainer.iteration == 1
+    assert torch.equal(random_state, torch.get_rng_state())
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_optimizer_step(trainer):
+    trainer.step(QUERIES, RESPONSES, SCORES)
+    before = weights(trainer.model)
+    trainer.config["vf_coef"] = math.nan
+    with pytest.raises(FloatingPointError, match="iteration 2.*loss nan"):
+        trainer.step(QUERIES, RESPONSES, SCORES)
+    assert same(before, weights(trainer.model))
+
+
+def test_step_refuses_lists_that_do_not_match(trainer):
+    with pytest.raises(ValueError, match="3 queries, 2 responses, 3 scores"):
+        trainer.step(QUERIES, RESPONSES[:2], SCORES)
+    with pytest.raises(ValueError, match="empty"):
+        trainer.step(QUERIES, [*RESPONSES[:2], torch.tensor([], dtype=torch.long)], SCORES)
+
+
+def test_a_reference_that_shares_weights_is_refused(loaded, settings):
+    model = loaded[0]
+    with pytest.raises(ValueError, match="shares weights"):
+        PPOTrainer(model, model, settings)
+
+
+def test_the_token_table_shows_every_real_token(trainer, loaded):
+    trainer.step(QUERIES, RESPONSES, SCORES)
+    lines = trainer.explain(loaded[2]).split("\n")
+    assert len(lines) == 1 + len(RESPONSES[0]) and lines[-1].endswith("[SEP]")
+    rows = [dict(zip(lines[0].split(), line.split())) for line in lines[1:]]
+    assert sum(float(row["rewards"]) for row in rows) == pytest.approx(SCORES[0], abs=0.002)
+    for row in rows:
+        value, advantage, target = (float(row[k]) for k in ("values", "advantages", "returns"))
+        assert value + advantage == pytest.approx(target, abs=0.002)
+
+
+# ------------------------------------------------------------------- does it learn, and is it held
+
+
+def toy_world(seed, **changes):
+    """A tiny random GPT-2 that is rewarded for writing token 5; returns its share before, after."""
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 12, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    model = GPT2HeadWithValueModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)).eval()
+    config = {
+        "iterations": 15, "ppo_epochs": 4, "minibatch_size": 16, "lr": 3e-3, "value_lr": 1e-2,
+        "max_grad_norm": 1.0, "kl_coef": 0.0, "kl_target": None, "kl_horizon": 10000, "gamma": 1.0,
+        "lam": 0.95, "cliprange": 0.2, "vf_coef": 0.1, "dtype": "fp32", **changes,
+    }  # fmt: skip
+    trainer = PPOTrainer(model, copy.deepcopy(model), config)
+    shares, kls = [], []
+    for _ in range(config["iterations"]):
+        ids = torch.full((32, 2), 2)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, top_k=0,
+                             min_new_tokens=4, do_sample=True, pad_token_id=0)  # fmt: skip
+        responses = list(out[:, 2:])
+        scores = [(response == 5).float().mean() for response in responses]
+        kls.append(trainer.step(list(ids), responses, torch.stack(scores))["kl"])
+        shares.append(torch.stack(scores).mean().item())
+    return shares[0], shares[-1], kls[-1]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_ppo_learns_a_toy_reward(seed):
+    before, after, _ = toy_world(seed)
+    assert before < 0.25 and after > 0.8
+
+
+def test_a_strong_leash_holds_the_policy_back():
+    _, free, free_kl = toy_world(0)
+    before, held, held_kl = toy_world(0, kl_coef=10.0)
+    assert held < before + 0.1 and held_kl < 0.1 * free_kl
+
+
+def test_generate_is_inherited():
+    assert GPT2HeadWithValueModel.generate is GPT2LMHeadModel.generate
+    assert GPT2HeadWithValueModel.forward is GPT2LMHeadModel.forward
