@@ -126,22 +126,24 @@ def best_possible(scores, kl_coef):
         E*[score] = mean(score * w) / mean(w)
         KL*       = (E*[score] - J*) / kl_coef
 
-    `objective_se`: standard error of J*, to first order in the spread of w. `effective_samples` =
-    (sum w)^2 / sum w^2 of the worst opening: so many samples carry J*; with few it is too low.
+    `effective_samples` = (sum w)^2 / sum w^2 of the worst opening: so many samples carry J*; with
+    few it is too low. Standard errors (`_se`) are to first order in the spread of w.
     """
-    log_w = torch.as_tensor(scores, dtype=torch.float64) / kl_coef  # up to thousands: keep the log
-    n_openings, n = log_w.shape
+    scores = torch.as_tensor(scores, dtype=torch.float64)
+    n_openings, n = scores.shape
+    log_w = scores / kl_coef  # up to thousands: w itself would overflow
     share = log_w.softmax(1)  # w / sum(w)
-    objective = kl_coef * (log_w.logsumexp(1) - math.log(n))  # (P,)
-    score = kl_coef * (share * log_w).sum(1)
-    variance = kl_coef**2 * (share * n).var(1, correction=min(1, n - 1)) / n
-    return {
-        "score": score.mean().item(),
-        "kl": ((score - objective) / kl_coef).mean().item(),
-        "objective": objective.mean().item(),
-        "objective_se": (variance.mean() / n_openings).sqrt().item(),
-        "effective_samples": (1 / share.square().sum(1)).min().item(),
-    }
+    score = (share * scores).sum(1, keepdim=True)  # (P, 1)
+    objective = kl_coef * (log_w.logsumexp(1, keepdim=True) - math.log(n))
+    means = {"score": score, "kl": (score - objective) / kl_coef, "objective": objective}
+    # what one sample contributes to each mean beyond it (the delta method)
+    score_part = n * share * (scores - score)
+    objective_part = kl_coef * (n * share - 1)
+    parts = (score_part, (score_part - objective_part) / kl_coef, objective_part)
+    errors = [(part.square().mean() / (n * n_openings)).sqrt().item() for part in parts]
+    result = {name: mean.mean().item() for name, mean in means.items()}
+    result |= {f"{name}_se": error for name, error in zip(means, errors)}
+    return result | {"effective_samples": (1 / share.square().sum(1)).min().item()}
 
 
 def best_of_n(scores, n, kl_coef):
@@ -381,11 +383,12 @@ class PPOTrainer:
         batch = {name: tensor[:1] for name, tensor in self.last_batch.items()}
         batch["kl"] = batch["logprobs"] - batch["ref_logprobs"]
         batch["ratio"] = (self.forward(self.model, batch)[0] - batch["logprobs"]).exp()
-        names = "logprobs ref_logprobs kl rewards values advantages returns whitened ratio".split()
-        lines = ["".join(f"{name:>13}" for name in names) + "  clipped  token"]
+        batch["reference"], batch["advantage"] = batch["ref_logprobs"], batch["advantages"]
+        names = "logprobs reference kl rewards values advantage returns whitened ratio".split()
+        lines = ["".join(f"{name:>10}" for name in names) + "  clipped  token"]
         for t, token in enumerate(tokenizer.convert_ids_to_tokens(batch["labels"][0].tolist())):
             if batch["mask"][0, t]:
-                numbers = "".join(f"{batch[name][0, t].item():13.3f}" for name in names)
+                numbers = "".join(f"{batch[name][0, t].item():10.3f}" for name in names)
                 clipped = abs(batch["ratio"][0, t].item() - 1) > self.config["cliprange"]
                 lines.append(f"{numbers}  {'yes' if clipped else 'no':7}  {token}")
         return "\n".join(lines)

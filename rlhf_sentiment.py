@@ -132,11 +132,11 @@ def generate_responses(model, tokenizer, queries, gen_len, do_sample=True):
     temperature (`generate` has top_k=50 if it is left out): else the KL drifts below 0.
     """
     batch = tokenizer.pad({"input_ids": queries}, padding_side="left", return_tensors="pt")
+    pure = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} if do_sample else {}
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.sep_token_id}
     output = model.generate(
-        **batch.to(model.device), max_new_tokens=gen_len, do_sample=do_sample,
-        temperature=1.0, top_p=1.0, top_k=0 if do_sample else None,
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.sep_token_id,
-    )  # fmt: skip
+        **batch.to(model.device), max_new_tokens=gen_len, do_sample=do_sample, **pure, **ends
+    )
     tails = output[:, batch["input_ids"].shape[1] :].cpu()  # (B, R): what follows the queries
     # The article keeps the last gen_len ids; where a row ended early, that is padding too.
     ended = tails == tokenizer.sep_token_id
@@ -188,15 +188,14 @@ def train_one_iteration(trainer, tokenizer, sentiment_pipe):
 
     score, n_tokens, seconds = scores.mean().item(), sum(map(len, responses)), clock[3] - clock[0]
     row = {
-        "iteration": trainer.iteration,
-        "score_mean": score, "score_std": scores.std(correction=0).item(),
-        **stats, "objective": score - stats["kl_coef"] * stats["kl"],
+        "iteration": trainer.iteration, "score_mean": score,
+        "score_std": scores.std(correction=0).item(), **stats,
+        "objective": score - stats["kl_coef"] * stats["kl"],
         "response_length": n_tokens / len(responses),
         "distinct": len({tuple(ids.tolist()) for ids in responses}) / len(responses),
         "seconds_rollout": clock[1] - clock[0], "seconds_score": clock[2] - clock[1],
-        "seconds_update": clock[3] - clock[2],
-        "seconds_total": seconds, "tokens_per_second": n_tokens / seconds,
-    }  # fmt: skip
+        "seconds_update": clock[3] - clock[2], "seconds_total": seconds,
+        "tokens_per_second": n_tokens / seconds}  # fmt: skip
     return row, texts, scores
 
 
@@ -283,7 +282,7 @@ def compare(before, after, kl_coef):
         ceiling["share"] = (after["objective"] - before["objective"]) / gain if gain > 0 else 0.0
         tries = [best_of_n(scores, 2**k, kl_coef) for k in range(7) if 2**k <= scores.shape[1]]
         ceiling["best_of_n"] = max(tries, key=lambda result: result["objective"])
-    before, after = ({k: v for k, v in r.items() if k != "scores"} for r in (before, after))
+    del before["scores"], after["scores"]
     return {"before": before, "after": after, "ceiling": ceiling}
 
 
@@ -293,26 +292,26 @@ def print_report(name, before, after, ceiling):
     for (old, old_score), (new, new_score) in zip(before["examples"], after["examples"]):
         # filled with wide blanks, so that Chinese columns stay aligned
         tqdm.write(f"{old_score:.3f} {old[:21]:\u3000<21} -> {new_score:.3f} {new[:21]}")
-    tqdm.write(f"{'':11}{'score':16}{'KL (nats)':16}{'objective':16}distinct-2  length  ended")
+    main_columns, others = ("score", "kl", "objective"), ("distinct_2", "length", "ended")
+    tqdm.write(" " * 9 + "".join(f"{k:>15}" for k in main_columns) + "".join(f"{k:>12}" for k in others))
     for label, row in (("before", before), ("after", after), ("ceiling", ceiling or {})):
-        cells = [f"{row[k]:.3f}" + (f" ± {row[k + '_se']:.3f}" if k + "_se" in row else "")
-                 for k in ("score", "kl", "objective") if row]  # fmt: skip
-        cells += [f"{row[k]:.3f}" for k in ("distinct_2", "length", "ended") if k in row]
-        tqdm.write(f"{label:11}" + "".join(f"{cell:16}" for cell in cells[:3]) + "  ".join(f"{cell:>8}" for cell in cells[3:]))
+        means = [f"{row[k]:.3f} ± {row[k + '_se']:.3f}" for k in main_columns if row]
+        means = [f"{mean:>15}" for mean in means] + [f"{row[k]:12.3f}" for k in others if k in row]
+        tqdm.write(f"{label:9}" + "".join(means))
     if ceiling:
         tqdm.write("PPO reached {share:.0%} of the possible gain in the objective; the best of "
                    "{best_of_n[n]} samples would have {best_of_n[objective]:.3f}".format(**ceiling))
         if ceiling["effective_samples"] < 30:
-            tqdm.write("The ceiling rests on {effective_samples:.0f} effective samples: it is too low "
-                       "and the share flattered; raise eval_samples".format(**ceiling))  # fmt: skip
+            tqdm.write("The ceiling rests on {effective_samples:.0f} effective samples: too low, and "
+                       "the share flattered; raise eval_samples".format(**ceiling))  # fmt: skip
 
 
 # --------------------------------------------------------------------------------- the run folder
 
 LOGS = "metrics.csv", "samples.txt"
 HEADER = "iteration  score ± std       KL  objective  entropy  clipfrac  distinct  length  seconds"
-LINE = ("{iteration:9d}  {score_mean:.3f} ± {score_std:.3f} {kl:6.3f} {objective:10.3f} "
-        "{entropy:8.2f} {clipfrac:9.3f} {distinct:9.2f} {response_length:7.1f} {seconds_total:8.2f}")  # fmt: skip
+LINE = "{iteration:9d}  {score_mean:.3f} ± {score_std:.3f} {kl:6.3f} {objective:10.3f} {entropy:8.2f}"
+LINE += " {clipfrac:9.3f} {distinct:9.2f} {response_length:7.1f} {seconds_total:8.2f}"
 
 
 class RunFolder:
@@ -340,14 +339,13 @@ class RunFolder:
             if file.tell() == 0:
                 writer.writeheader()
             writer.writerow({k: v if isinstance(v, int) else f"{v:.6g}" for k, v in row.items()})
-        n, every = row["iteration"], self.config["explain"]
-        ends = n in (1, self.config["iterations"])
-        if ends or n % 10 == 0:
+        n, last, every = row["iteration"], self.config["iterations"], self.config["explain"]
+        if n in (1, last) or n % 10 == 0:
             lines = [f"{score:.3f}  {text}" for text, score in zip(texts[:3], scores)]
             tqdm.write("\n           ".join([LINE.format(**row), *lines]))
             with open(self.path / "samples.txt", "a", encoding="utf-8") as file:
                 file.write("\n".join([f"iteration {n}", *lines, ""]))
-        if ends or every and n % every == 0:
+        if n in (1, last) or every and n % every == 0:
             tqdm.write(self.trainer.explain(self.tokenizer))
 
     def checkpoints(self):
@@ -366,8 +364,7 @@ class RunFolder:
             "optimizer": trainer.optimizer.state_dict(), "before": self.before,
             "logged": {name: (self.path / name).stat().st_size for name in LOGS},
             "python": random.getstate(), "numpy": (kind, keys.tolist(), *rest),
-            "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all(),
-        }  # fmt: skip
+            "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}  # fmt: skip
         torch.save(state, incomplete / "trainer_state.pt")
         for file in incomplete.iterdir():
             with open(file, "rb+") as opened:
@@ -477,8 +474,7 @@ RULES = {  # config keys: what is right for them, and the test for it
     "offline": ("True or False", lambda x: type(x) is bool),
     "model_name reward_model_name reward_label save_dir": ("a text", lambda x: type(x) is str),
     "resume": ("None or a run folder", lambda x: x is None or type(x) is str),
-    "dtype": ("auto, fp32 or bf16", lambda x: x in ("auto", "fp32", "bf16")),
-}  # fmt: skip
+    "dtype": ("auto, fp32 or bf16", lambda x: x in ("auto", "fp32", "bf16"))}  # fmt: skip
 
 
 def check_config(given):
@@ -544,9 +540,8 @@ def loading(key, name):
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise ConfigError(
             f"{key}={name!r}{'' if is_folder else ' (no local folder)'} cannot be used: {reason}. "
-            "Three ways out: name a local folder that holds the model; set the variable "
-            "HF_ENDPOINT to a mirror in the shell; or train small models with offline=True"
-        ) from error
+            "Three ways out: name a local folder that holds the model; set the variable HF_ENDPOINT "
+            "to a mirror in the shell; or train small models with offline=True") from error
 
 
 def check_prompts(tokenizer, n_positions, gen_len):

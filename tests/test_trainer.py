@@ -194,7 +194,7 @@ def test_the_token_table_shows_every_real_token(trainer, loaded):
     rows = [dict(zip(lines[0].split(), line.split())) for line in lines[1:]]
     assert sum(float(row["rewards"]) for row in rows) == pytest.approx(SCORES[0], abs=0.002)
     for row in rows:
-        value, advantage, target = (float(row[k]) for k in ("values", "advantages", "returns"))
+        value, advantage, target = (float(row[k]) for k in ("values", "advantage", "returns"))
         assert value + advantage == pytest.approx(target, abs=0.002)
 
 

@@ -195,7 +195,7 @@ def make_tokenizer(texts, folder):
 
 def train(model, batches, lr, bar):
     """Plain supervised training: one AdamW step on each batch of keyword arguments."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     schedule = get_cosine_schedule_with_warmup(optimizer, len(batches) // 20, len(batches))
     model.train()
     for batch in batches:
@@ -224,7 +224,7 @@ def make_batches(tokenizer, texts, labels, n_batches, batch_size=64):
     return batches
 
 
-def make_models(folder, gpt2_steps=1200, classifier_steps=400):
+def make_models(folder, gpt2_steps=900, classifier_steps=500):
     """Train both models and save them, with the tokenizer, as `folder/gpt2` and `folder/roberta`."""
     texts, labels = make_reviews(20_000)
     gpt2_folder, classifier_folder = folder / "gpt2", folder / "roberta"
@@ -232,15 +232,19 @@ def make_models(folder, gpt2_steps=1200, classifier_steps=400):
     special = {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id,
                "pad_token_id": tokenizer.pad_token_id}
     gpt2 = GPT2LMHeadModel(GPT2Config(
-        vocab_size=len(tokenizer), n_positions=128, n_embd=128, n_layer=3, n_head=4,
+        vocab_size=len(tokenizer), n_positions=128, n_embd=128, n_layer=2, n_head=4,
+        activation_function="gelu_pytorch_tanh",
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **special,
     ))
+    gpt2.loss_type = "ForCausalLM"  # else transformers says at length that it assumes this
     classifier = BertForSequenceClassification(BertConfig(
         vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=256, max_position_embeddings=128, pad_token_id=tokenizer.pad_token_id,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         id2label=LABELS, label2id={name: i for i, name in LABELS.items()},
     ))
-    with tqdm(total=gpt2_steps + classifier_steps, desc="building the offline models") as bar:
+    print("offline models: building them once, kept in", folder.parent)
+    with tqdm(total=gpt2_steps + classifier_steps, desc="training them", disable=None) as bar:
         train(gpt2, make_batches(tokenizer, texts, None, gpt2_steps), 3e-3, bar)
         train(classifier, make_batches(tokenizer, texts, labels, classifier_steps), 2e-3, bar)
     for model, target in ((gpt2, gpt2_folder), (classifier, classifier_folder)):
