@@ -34,8 +34,8 @@ from pathlib import Path
 import numpy
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline, set_seed
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging, set_seed
+from transformers import pipeline
 
 from gpt2_value_head import check_vocabulary, load_gpt2
 from ppo import PPOTrainer, best_of_n, best_possible, mixed_precision, sequence_kl
@@ -108,7 +108,6 @@ def load_models(config):
         require(not info["missing_keys"], f"the checkpoint lacks {info['missing_keys']}")
         reader = AutoTokenizer.from_pretrained(names[1])
         check_vocabulary(reader, judge.config)
-        judge.eval()
         sentiment_pipe = pipeline("sentiment-analysis", judge, tokenizer=reader, device=device)
     rewarded_label(sentiment_pipe, config["reward_label"])
     return model, ref_model, tokenizer, sentiment_pipe
@@ -210,8 +209,7 @@ def main(config):
     model, ref_model, tokenizer, sentiment_pipe = load_models(config)
     trainer = PPOTrainer(model, ref_model, config)
     run = RunFolder(config, trainer, tokenizer)  # with `resume`: back at the newest checkpoint
-    if run.before is None:
-        run.before = evaluate(trainer, tokenizer, sentiment_pipe, seed=config["seed"] + 1)
+    run.before = run.before or evaluate(trainer, tokenizer, sentiment_pipe, config["seed"] + 1)
 
     done, last = trainer.iteration, config["iterations"]
     bar = tqdm(range(done + 1, last + 1), initial=done, total=last, disable=None, ncols=100)
@@ -226,8 +224,7 @@ def main(config):
                 tqdm.write(f"to continue: python rlhf_sentiment.py resume={run.path}")
                 raise SystemExit(128 + stop[0])
 
-    after = evaluate(trainer, tokenizer, sentiment_pipe, seed=config["seed"] + 2)
-    return run.finish(after)
+    return run.finish(evaluate(trainer, tokenizer, sentiment_pipe, config["seed"] + 2))
 
 
 # ======================================================================================= Plumbing
@@ -252,13 +249,12 @@ def evaluate(trainer, tokenizer, sentiment_pipe, seed):
                 queries, ids, texts, scores, _ = rollout(trainer, tokenizer, sentiment_pipe, batch)
                 kls = sequence_kl(trainer.old_pass(queries, ids))
                 samples += zip(ids, texts, scores.tolist(), kls.tolist())
-            results[name] = summarize(samples, len(openings), config["kl_coef"])
-            ended = [ids[-1] == tokenizer.sep_token_id for ids, *_ in samples]
-            results[name]["ended"] = sum(ended).item() / len(ended)
+            end = tokenizer.sep_token_id
+            results[name] = summarize(samples, len(openings), config["kl_coef"], end)
     return results
 
 
-def summarize(samples, n_openings, kl_coef):
+def summarize(samples, n_openings, kl_coef, end_id):
     """Means and standard errors of (response, text, score, kl), equally many of each opening."""
     responses, texts, scores, kls = zip(*samples)
     n = len(samples) // n_openings
@@ -268,9 +264,11 @@ def summarize(samples, n_openings, kl_coef):
         # the openings are fixed, not drawn: only the spread within each of them is chance
         error = (x.var(1, correction=min(1, n - 1)).mean() / len(samples)).sqrt()
         summary |= {name: x.mean().item(), f"{name}_se": error.item()}
-    pairs = [pair for ids in responses for pair in zip(ids.tolist(), ids.tolist()[1:])]
+    rows = [response.tolist() for response in responses]
+    pairs = [pair for row in rows for pair in zip(row, row[1:])]
     summary["distinct_2"] = len(set(pairs)) / max(1, len(pairs))
-    return summary | {"length": sum(map(len, responses)) / len(responses)}
+    summary["length"] = sum(map(len, rows)) / len(rows)
+    return summary | {"ended": sum(row[-1] == end_id for row in rows) / len(rows)}
 
 
 def compare(before, after, kl_coef):
@@ -288,30 +286,30 @@ def compare(before, after, kl_coef):
 
 def print_report(name, before, after, ceiling):
     """A text of each opening before and after, side by side; the means; the share reached."""
-    tqdm.write(f"\n{name}: a text of each opening before -> after training, with their scores")
+    tqdm.write(f"\n{name}: a text of each opening before -> after training, with scores")
     for (old, old_score), (new, new_score) in zip(before["examples"], after["examples"]):
         # filled with wide blanks, so that Chinese columns stay aligned
         tqdm.write(f"{old_score:.3f} {old[:21]:\u3000<21} -> {new_score:.3f} {new[:21]}")
-    main_columns, others = ("score", "kl", "objective"), ("distinct_2", "length", "ended")
-    tqdm.write(" " * 9 + "".join(f"{k:>15}" for k in main_columns) + "".join(f"{k:>12}" for k in others))
-    for label, row in (("before", before), ("after", after), ("ceiling", ceiling or {})):
-        means = [f"{row[k]:.3f} ± {row[k + '_se']:.3f}" for k in main_columns if row]
-        means = [f"{mean:>15}" for mean in means] + [f"{row[k]:12.3f}" for k in others if k in row]
-        tqdm.write(f"{label:9}" + "".join(means))
+    tqdm.write("                  score       KL (nats)       objective  distinct-2  length  ended")
+    means = "{:9}{score:6.3f} ± {score_se:.3f} {kl:7.3f} ± {kl_se:.3f} {objective:7.3f}"
+    means += " ± {objective_se:.3f}"
+    for label, row in (("before", before), ("after", after)):
+        tqdm.write((means + "{distinct_2:12.3f}{length:8.2f}{ended:7.2f}").format(label, **row))
     if ceiling:
-        tqdm.write("PPO reached {share:.0%} of the possible gain in the objective; the best of "
-                   "{best_of_n[n]} samples would have {best_of_n[objective]:.3f}".format(**ceiling))
+        tqdm.write(means.format("ceiling", **ceiling))
+        tqdm.write("PPO reached {share:.0%} of the possible gain in the objective; best of "
+                   "{best_of_n[n]} would have {best_of_n[objective]:.3f}".format(**ceiling))  # fmt: skip
         if ceiling["effective_samples"] < 30:
-            tqdm.write("The ceiling rests on {effective_samples:.0f} effective samples: too low, and "
-                       "the share flattered; raise eval_samples".format(**ceiling))  # fmt: skip
+            tqdm.write(f"Only {ceiling['effective_samples']:.0f} effective samples carry the ceiling:"
+                       " it is too low and the share flattered; raise eval_samples")  # fmt: skip
 
 
 # --------------------------------------------------------------------------------- the run folder
 
 LOGS = "metrics.csv", "samples.txt"
 HEADER = "iteration  score ± std       KL  objective  entropy  clipfrac  distinct  length  seconds"
-LINE = "{iteration:9d}  {score_mean:.3f} ± {score_std:.3f} {kl:6.3f} {objective:10.3f} {entropy:8.2f}"
-LINE += " {clipfrac:9.3f} {distinct:9.2f} {response_length:7.1f} {seconds_total:8.2f}"
+LINE = "{iteration:9d}  {score_mean:.3f} ± {score_std:.3f} {kl:6.3f} {objective:10.3f}"
+LINE += " {entropy:8.2f} {clipfrac:9.3f} {distinct:9.2f} {response_length:7.1f} {seconds_total:8.2f}"
 
 
 class RunFolder:
@@ -379,16 +377,14 @@ class RunFolder:
         The reference stays the base model: a leash tied to a checkpoint would move along.
         """
         state = torch.load(checkpoint / "trainer_state.pt", map_location="cpu", weights_only=True)
-        trained, _ = load_gpt2(checkpoint)
-        self.trainer.model.load_state_dict(trained.state_dict())
+        self.trainer.model.load_state_dict(load_gpt2(checkpoint)[0].state_dict())
         self.trainer.optimizer.load_state_dict(state["optimizer"])
         self.trainer.iteration, self.before = state["iteration"], state["before"]
         self.trainer.kl_controller.value = state["kl_coef"]
         random.setstate(state["python"])
         numpy.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
-        if torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
         return state["logged"]
 
     def finish(self, after):
@@ -404,7 +400,9 @@ class RunFolder:
 
 
 def write_json(path, content):
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+    incomplete = path.with_suffix(".incomplete")
+    incomplete.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+    incomplete.replace(path)
 
 
 def draw_curve(folder, ceiling):
@@ -417,8 +415,7 @@ def draw_curve(folder, ceiling):
     figure = Figure(figsize=(10, 7), layout="constrained")
     panels = ("score_mean", "objective"), ("kl",), ("entropy",), ("policy_loss", "value_loss")
     for axes, names in zip(figure.subplots(2, 2).flat, panels):
-        for name in names:
-            axes.plot(metrics["iteration"], metrics[name], label=name)
+        axes.plot(metrics["iteration"], numpy.stack([metrics[k] for k in names], 1), label=names)
         if "objective" in names and ceiling:
             axes.axhline(ceiling["objective"], ls="--", c="gray", label="ceiling of the objective")
         axes.set_xlabel("iteration")
@@ -501,10 +498,9 @@ def check_config(given):
 
 def stored_config(folder, given):
     """The config of the run in `folder`, if `given` changes only what a resumed run may change."""
-    try:
-        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"resume={str(folder)!r} is no run folder: {error}") from error
+    file = folder / "config.json"
+    require(file.is_file(), f"resume={str(folder)!r} is no run folder: it has no config.json")
+    stored = json.loads(file.read_text(encoding="utf-8"))
     free = ("resume", "iterations", "save_freq", "device", "explain")
     refused = [f"{k}={v!r} for {stored[k]!r}" for k, v in given.items()
                if k not in free and v != stored[k]]  # fmt: skip
@@ -518,10 +514,9 @@ def stored_config(folder, given):
 
 def pick_device(name):
     """'auto' -> cuda, else mps, else cpu; any other name must be a device that is here."""
-    found = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
-    found += ["mps"] * torch.backends.mps.is_available() + ["cpu"]
-    right = ["auto", *found, *("cuda" for device in found if device == "cuda:0")]
-    require(name in right, f"device={name!r} is not here; it should be one of {', '.join(right)}")
+    found = ["cuda", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))]
+    found = found[len(found) == 1 :] + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
+    require(name in ["auto", *found], f"device={name!r}: it should be auto or {', '.join(found)}")
     return found[0] if name == "auto" else name
 
 
@@ -531,17 +526,17 @@ def loading(key, name):
     tqdm.write(f"loading {name}")
     # That the value head is new, an id is odd or a hub does not answer is dealt with here.
     for library in ("transformers", "huggingface_hub"):
-        transformers_logging.get_logger(library).setLevel("ERROR")
+        logging.get_logger(library).setLevel("ERROR")
     if is_folder := Path(name).is_dir():  # a download keeps its progress bar
-        transformers_logging.disable_progress_bar()
+        logging.disable_progress_bar()
     try:
         yield
     except Exception as error:  # the libraries raise a dozen kinds; to a user they are one
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         raise ConfigError(
             f"{key}={name!r}{'' if is_folder else ' (no local folder)'} cannot be used: {reason}. "
-            "Three ways out: name a local folder that holds the model; set the variable HF_ENDPOINT "
-            "to a mirror in the shell; or train small models with offline=True") from error
+            "Three ways out: name a local folder that holds the model; set HF_ENDPOINT to a mirror "
+            "in the shell; or train small models with offline=True") from error
 
 
 def check_prompts(tokenizer, n_positions, gen_len):
