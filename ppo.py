@@ -273,7 +273,7 @@ class PPOTrainer:
         Raises `ValueError` if these do not match, and `FloatingPointError` before the optimizer
         step if a score, a loss or a gradient is not finite.
         """
-        scores = torch.as_tensor(scores, dtype=torch.float32)
+        scores = torch.as_tensor(scores, dtype=torch.float32).flatten()
         counts = len(queries), len(responses), len(scores)
         if len(set(counts)) != 1 or not all(len(ids) for ids in [*queries, *responses]):
             raise ValueError(

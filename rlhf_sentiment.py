@@ -79,9 +79,9 @@ config = {
 # The pool: "just got the goods, I feel", "this film is very", "honestly, it is really",
 # "all in all, this shopping experience was very".
 prompts = ["刚收到货，感觉", "这部电影很", "说实话，真的很", "这次购物总的来说体验很"]
-# Never trained on (did the model learn praise, or four sentences?): "used it for a few days, I
-# feel", "the service of this shop is very", "saw this film last night,", "stayed a night here,".
-held_out_prompts = ["东西用了几天，感觉", "这家店的服务很", "昨晚看了这部电影，", "在这家酒店住了一晚，"]
+# Never trained on; of the same kinds, in other words: "used it for a few days, I feel", "this
+# story is very", "frankly, it is really", "all in all, this hotel stay was very".
+held_out_prompts = ["东西用了几天，感觉", "这个故事很", "老实说，真的很", "这次住店总的来说体验很"]
 
 
 def load_models(config):
@@ -94,11 +94,10 @@ def load_models(config):
         from tests.tiny_models import build
 
         names = build()
-    device = pick_device(config["device"])
     with loading("model_name", names[0]):
         model, tokenizer = load_gpt2(names[0])
     check_prompts(tokenizer, model.config.n_positions, config["gen_len"])
-    model.to(device)
+    model.to(pick_device(config["device"]))
     # A departure from the article: the model as it was, towards which the KL penalty pulls.
     ref_model = copy.deepcopy(model)
 
@@ -108,7 +107,8 @@ def load_models(config):
         require(not info["missing_keys"], f"the checkpoint lacks {info['missing_keys']}")
         reader = AutoTokenizer.from_pretrained(names[1])
         check_vocabulary(reader, judge.config)
-        sentiment_pipe = pipeline("sentiment-analysis", judge, tokenizer=reader, device=device)
+        options = {"tokenizer": reader, "device": model.device}
+        sentiment_pipe = pipeline("sentiment-analysis", judge, **options)
     rewarded_label(sentiment_pipe, config["reward_label"])
     return model, ref_model, tokenizer, sentiment_pipe
 
@@ -155,7 +155,8 @@ def decode_responses(tokenizer, responses):
 def score_texts(sentiment_pipe, texts, reward_label):
     """-> FloatTensor (B,): P(the one label that starts with `reward_label`, case ignored)."""
     label = rewarded_label(sentiment_pipe, reward_label)
-    longest = sentiment_pipe.model.config.max_position_embeddings
+    judge, reader = sentiment_pipe.model, sentiment_pipe.tokenizer
+    longest = min(judge.config.max_position_embeddings, reader.model_max_length)
     # top_k=None: every label; they come sorted by score, so that places in the list mean nothing
     outputs = sentiment_pipe(texts, top_k=None, truncation=True, max_length=longest, batch_size=64)
     return torch.tensor([{o["label"]: o["score"] for o in output}[label] for output in outputs])
@@ -201,8 +202,9 @@ def train_one_iteration(trainer, tokenizer, sentiment_pipe):
 def main(config):
     """Train; -> summary dict with `before`, `after`, `held_out`, `ceiling` and `run_dir`.
 
-    `config` is a changed copy of the dict above, or holds only the keys to change. Raises
-    `ConfigError`, a `ValueError`, for a user's mistake, `FloatingPointError` if the numbers break.
+    `config` holds the keys to change, or is a changed copy of the dict above (of which only what
+    differs counts as given). Raises `ConfigError`, a `ValueError`, for a user's mistake, and
+    `FloatingPointError` if a score, a loss or a gradient is not finite.
     """
     config = check_config(config)
     set_seed(config["seed"])
@@ -239,27 +241,26 @@ def evaluate(trainer, tokenizer, sentiment_pipe, seed):
     The run's random state is left as it was: how much is measured changes nothing in the training.
     """
     config, device, results = trainer.config, trainer.model.device, {}
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    n, size = config["eval_samples"], config["batch_size"]
+    with torch.random.fork_rng([device] * (device.type != "cpu"), device_type=device.type):
         torch.manual_seed(seed)
         for name, openings in (("pool", prompts), ("held out", held_out_prompts)):
-            todo = [opening for opening in openings for _ in range(config["eval_samples"])]
-            samples, size = [], config["batch_size"]
+            todo, samples = [opening for opening in openings for _ in range(n)], []
             for i in tqdm(range(0, len(todo), size), name, disable=None, leave=False, ncols=100):
                 batch = todo[i : i + size]
                 queries, ids, texts, scores, _ = rollout(trainer, tokenizer, sentiment_pipe, batch)
                 kls = sequence_kl(trainer.old_pass(queries, ids))
                 samples += zip(ids, texts, scores.tolist(), kls.tolist())
-            end = tokenizer.sep_token_id
-            results[name] = summarize(samples, len(openings), config["kl_coef"], end)
+            results[name] = summarize(samples, n, config["kl_coef"], tokenizer.sep_token_id)
     return results
 
 
-def summarize(samples, n_openings, kl_coef, end_id):
-    """Means and standard errors of (response, text, score, kl), equally many of each opening."""
+def summarize(samples, n, kl_coef, end_id):
+    """Means and standard errors of (response, text, score, kl), n of each opening in turn."""
     responses, texts, scores, kls = zip(*samples)
-    n = len(samples) // n_openings
-    summary = {"scores": scores, "examples": list(zip(texts, scores))[::n]}  # one of each opening
-    scores, kls = (torch.tensor(x, dtype=torch.float64).view(n_openings, n) for x in (scores, kls))
+    examples = list(zip(texts, scores))[::n]  # one of each opening
+    scores, kls = (torch.tensor(x, dtype=torch.float64).view(-1, n) for x in (scores, kls))
+    summary = {"scores": scores.tolist(), "examples": examples}
     for name, x in (("score", scores), ("kl", kls), ("objective", scores - kl_coef * kls)):
         # the openings are fixed, not drawn: only the spread within each of them is chance
         error = (x.var(1, correction=min(1, n - 1)).mean() / len(samples)).sqrt()
@@ -271,37 +272,30 @@ def summarize(samples, n_openings, kl_coef, end_id):
     return summary | {"ended": sum(row[-1] == end_id for row in rows) / len(rows)}
 
 
-def compare(before, after, kl_coef):
-    """-> {"before", "after", "ceiling"} of one set of openings; without a leash no ceiling."""
-    scores, ceiling = torch.tensor(before["scores"]).view(len(before["examples"]), -1), None
-    if kl_coef > 0:
-        ceiling = best_possible(scores, kl_coef)
-        gain = ceiling["objective"] - before["objective"]
-        ceiling["share"] = (after["objective"] - before["objective"]) / gain if gain > 0 else 0.0
-        tries = [best_of_n(scores, 2**k, kl_coef) for k in range(7) if 2**k <= scores.shape[1]]
-        ceiling["best_of_n"] = max(tries, key=lambda result: result["objective"])
-    del before["scores"], after["scores"]
-    return {"before": before, "after": after, "ceiling": ceiling}
-
-
-def print_report(name, before, after, ceiling):
-    """A text of each opening before and after, side by side; the means; the share reached."""
+def compare(name, before, after, kl_coef):
+    """Print before, after and the ceiling of one set of openings -> dict of the three."""
+    ceiling, scores, _ = None, torch.tensor(before.pop("scores")), after.pop("scores")
     tqdm.write(f"\n{name}: a text of each opening before -> after training, with scores")
     for (old, old_score), (new, new_score) in zip(before["examples"], after["examples"]):
         # filled with wide blanks, so that Chinese columns stay aligned
         tqdm.write(f"{old_score:.3f} {old[:21]:\u3000<21} -> {new_score:.3f} {new[:21]}")
-    tqdm.write("                  score       KL (nats)       objective  distinct-2  length  ended")
-    means = "{:9}{score:6.3f} ± {score_se:.3f} {kl:7.3f} ± {kl_se:.3f} {objective:7.3f}"
-    means += " ± {objective_se:.3f}"
+    tqdm.write("                   score       KL (nats)       objective  distinct-2  length  ended")
+    means = "{:9}" + "".join("{%s:7.3f} ± {%s_se:.3f} " % (k, k) for k in ("score", "kl", "objective"))
     for label, row in (("before", before), ("after", after)):
         tqdm.write((means + "{distinct_2:12.3f}{length:8.2f}{ended:7.2f}").format(label, **row))
-    if ceiling:
+    if kl_coef > 0:  # without a leash the best policy repeats the one best text for ever
+        ceiling = best_possible(scores, kl_coef)
+        gain = ceiling["objective"] - before["objective"]
+        ceiling["share"] = (after["objective"] - before["objective"]) / gain if gain > 0 else 0.0
+        tries = [best_of_n(scores, 2**k, kl_coef) for k in range(7) if 2**k <= scores.shape[1]]
+        best = ceiling["best_of_n"] = max(tries, key=lambda result: result["objective"])
         tqdm.write(means.format("ceiling", **ceiling))
-        tqdm.write("PPO reached {share:.0%} of the possible gain in the objective; best of "
-                   "{best_of_n[n]} would have {best_of_n[objective]:.3f}".format(**ceiling))  # fmt: skip
-        if ceiling["effective_samples"] < 30:
-            tqdm.write(f"Only {ceiling['effective_samples']:.0f} effective samples carry the ceiling:"
-                       " it is too low and the share flattered; raise eval_samples")  # fmt: skip
+        tqdm.write(f"PPO reached {ceiling['share']:.0%} of the possible gain in the objective; "
+                   f"best of {best['n']}: {best['objective']:.3f}")
+        if (effective := ceiling["effective_samples"]) < 30:
+            tqdm.write(f"Ceiling too low, share flattered: only {effective:.0f} effective samples; "
+                       "raise eval_samples")  # fmt: skip
+    return {"before": before, "after": after, "ceiling": ceiling}
 
 
 # --------------------------------------------------------------------------------- the run folder
@@ -309,7 +303,7 @@ def print_report(name, before, after, ceiling):
 LOGS = "metrics.csv", "samples.txt"
 HEADER = "iteration  score ± std       KL  objective  entropy  clipfrac  distinct  length  seconds"
 LINE = "{iteration:9d}  {score_mean:.3f} ± {score_std:.3f} {kl:6.3f} {objective:10.3f}"
-LINE += " {entropy:8.2f} {clipfrac:9.3f} {distinct:9.2f} {response_length:7.1f} {seconds_total:8.2f}"
+LINE += "{entropy:9.2f} {clipfrac:9.3f} {distinct:9.2f} {response_length:7.1f} {seconds_total:8.1f}"
 
 
 class RunFolder:
@@ -321,12 +315,13 @@ class RunFolder:
         stamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() % 10**9:09}"
         self.path = Path(config["resume"] or Path(config["save_dir"], stamp))
         self.path.mkdir(parents=True, exist_ok=bool(config["resume"]))
+        (self.path / "evaluation.json").unlink(missing_ok=True)  # a finished run that now grows
         write_json(self.path / "config.json", {**config, "resume": None})
         checkpoints = self.checkpoints()
         logged = self.restore(checkpoints[-1]) if checkpoints else dict.fromkeys(LOGS, 0)
         for name, size in logged.items():  # what was logged after that checkpoint will come again
             with open(self.path / name, "ab") as file:
-                file.truncate(size)
+                file.truncate(min(size, file.tell()))
         tqdm.write(f"{config['iterations']} iterations x {config['batch_size']} responses on "
                    f"{trainer.model.device}, into {self.path}\n{HEADER}")  # fmt: skip
 
@@ -348,7 +343,7 @@ class RunFolder:
 
     def checkpoints(self):
         """The complete checkpoints, oldest first."""
-        return sorted(self.path.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+        return sorted(self.path.glob("checkpoint-[0-9]*"), key=lambda p: int(p.name.split("-")[1]))
 
     def save_checkpoint(self):
         """Write everything under a temporary name, then rename; keep the newest two."""
@@ -381,6 +376,7 @@ class RunFolder:
         self.trainer.optimizer.load_state_dict(state["optimizer"])
         self.trainer.iteration, self.before = state["iteration"], state["before"]
         self.trainer.kl_controller.value = state["kl_coef"]
+        torch.manual_seed(self.config["seed"] + state["iteration"])  # for devices not stored here
         random.setstate(state["python"])
         numpy.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
@@ -389,13 +385,11 @@ class RunFolder:
 
     def finish(self, after):
         """Compare and report; evaluation.json and curve.png -> the summary that `main` returns."""
-        results = {}
-        for name in after:
-            results[name] = compare(self.before[name], after[name], self.config["kl_coef"])
-            print_report(name, **results[name])
+        kl_coef = self.config["kl_coef"]
+        results = {name: compare(name, self.before[name], after[name], kl_coef) for name in after}
         summary = {**results["pool"], "held_out": results["held out"], "run_dir": str(self.path)}
         write_json(self.path / "evaluation.json", summary)
-        draw_curve(self.path, summary["ceiling"])
+        draw_curve(self.path, summary["ceiling"] if self.config["kl_target"] is None else None)
         return summary
 
 
@@ -412,14 +406,14 @@ def draw_curve(folder, ceiling):
     except ImportError:
         return tqdm.write("no curve.png: it needs matplotlib (pip install matplotlib)")
     metrics = numpy.genfromtxt(folder / "metrics.csv", delimiter=",", names=True, ndmin=1)
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    panels = ("score_mean", "objective"), ("kl",), ("entropy",), ("policy_loss", "value_loss")
-    for axes, names in zip(figure.subplots(2, 2).flat, panels):
-        axes.plot(metrics["iteration"], numpy.stack([metrics[k] for k in names], 1), label=names)
-        if "objective" in names and ceiling:
-            axes.axhline(ceiling["objective"], ls="--", c="gray", label="ceiling of the objective")
-        axes.set_xlabel("iteration")
-        axes.legend()
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    names = "score_mean objective kl entropy policy_loss value_loss".split()
+    for axes, name in zip(figure.subplots(2, 3).flat, names):
+        axes.plot(metrics["iteration"], metrics[name])
+        axes.set(title=name, xlabel="iteration")
+        if name == "objective" and ceiling:
+            axes.axhline(ceiling["objective"], ls="--", c="gray", label="ceiling")
+            axes.legend()
     figure.savefig(folder / "curve.png", dpi=100)
 
 
@@ -490,8 +484,13 @@ def check_config(given):
     elif complete["offline"]:
         from tests.tiny_models import SMALL_MODEL_SETTINGS
 
-        tqdm.write(f"offline=True sets {SMALL_MODEL_SETTINGS}")
         complete = {**config, **SMALL_MODEL_SETTINGS, **given}
+        tqdm.write("offline=True: " + " ".join(f"{k}={complete[k]}" for k in SMALL_MODEL_SETTINGS))
+        require(not {"model_name", "reward_model_name"} & set(given),
+                "offline=True brings its own models: leave out model_name and reward_model_name")
+    steerable = complete["kl_coef"] > 0 and complete["kl_horizon"] >= complete["batch_size"]
+    require(complete["kl_target"] is None or steerable,
+            "kl_target steers a kl_coef above 0 over a kl_horizon of at least batch_size responses")
     pick_device(complete["device"])
     return complete
 
@@ -501,6 +500,8 @@ def stored_config(folder, given):
     file = folder / "config.json"
     require(file.is_file(), f"resume={str(folder)!r} is no run folder: it has no config.json")
     stored = json.loads(file.read_text(encoding="utf-8"))
+    require(stored.keys() == config.keys(), f"resume={str(folder)!r} is no run folder: its "
+            "config.json is not that of a run (to continue, name the run, not a checkpoint in it)")
     free = ("resume", "iterations", "save_freq", "device", "explain")
     refused = [f"{k}={v!r} for {stored[k]!r}" for k, v in given.items()
                if k not in free and v != stored[k]]  # fmt: skip
@@ -527,8 +528,8 @@ def loading(key, name):
     # That the value head is new, an id is odd or a hub does not answer is dealt with here.
     for library in ("transformers", "huggingface_hub"):
         logging.get_logger(library).setLevel("ERROR")
-    if is_folder := Path(name).is_dir():  # a download keeps its progress bar
-        logging.disable_progress_bar()
+    is_folder = Path(name).is_dir()  # a download keeps its progress bar
+    (logging.disable_progress_bar if is_folder else logging.enable_progress_bar)()
     try:
         yield
     except Exception as error:  # the libraries raise a dozen kinds; to a user they are one
@@ -541,7 +542,7 @@ def loading(key, name):
 
 def check_prompts(tokenizer, n_positions, gen_len):
     """Every prompt must be a text that the model can read, with room for the response."""
-    require(prompts, "the list `prompts` is empty; it should hold at least one opening")
+    require(prompts and held_out_prompts, "prompts and held_out_prompts should not be empty")
     openings = [*prompts, *held_out_prompts]
     for opening, ids in zip(openings, encode_prompts(tokenizer, openings)):
         n, unknown = len(ids) - 1, (ids == tokenizer.unk_token_id).sum().item()
@@ -568,8 +569,8 @@ def parse_overrides(arguments):
     overrides = dict(argument.partition("=")[::2] for argument in arguments)
     for key, text in overrides.items():
         require(text, f"{key!r} is not key=value; the keys are: {', '.join(config)}")
-        if not isinstance(config.get(key), str):  # a name stays a name, even if it is 2024
-            with suppress(ValueError, SyntaxError):  # what is no Python value stays a text
+        if type(config.get(key)) is not str and key != "resume":  # a name may well be 2024
+            with suppress(ValueError, SyntaxError, TypeError):  # what is no value stays a text
                 overrides[key] = ast.literal_eval(text)
     return overrides
 
@@ -580,10 +581,12 @@ def run_as_script(arguments):
         stream.reconfigure(errors="replace")  # a console without Chinese must not end the run
     try:
         main(parse_overrides(arguments))
-    except torch.OutOfMemoryError as error:
-        sys.exit(f"error: out of memory; lower minibatch_size, then batch_size ({error})")
     except (ConfigError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
+    except RuntimeError as error:  # CUDA has a class of its own for this, CPU and MPS have not
+        if "memory" not in str(error):
+            raise
+        sys.exit(f"error: out of memory; lower minibatch_size, then batch_size ({error})")
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -138,6 +138,9 @@ BAD_CONFIGS = [
     ({"resume": "/no/such/run"}, "/no/such/run.*no run folder"),
     ({"resume": 7}, "resume=7.*run folder"),
     ({"explain": -2}, "explain=-2.*whole number"),
+    ({"kl_target": 6.0, "kl_horizon": 5}, "kl_horizon of at least batch_size"),
+    ({"kl_target": 6.0, "kl_coef": 0}, "kl_target steers a kl_coef above 0"),
+    ({"offline": True}, "offline=True brings its own models"),
     ({"gen_len": 60}, "gen_len=60.*64 positions"),
     ({"reward_label": "good"}, "reward_label='good'.*0 labels.*negative.*positive"),
     ({"reward_label": ""}, "reward_label=''.*2 labels"),
@@ -220,6 +223,10 @@ def test_a_prompt_with_one_unknown_character_is_reported(hub, tmp_path, monkeypa
 # ---------------------------------------------------------------------------- interrupt and resume
 
 
+class Stop(Exception):
+    """Stands for whatever ends a process without warning."""
+
+
 def assert_same_end(straight, resumed):
     assert metrics(straight["run_dir"]) == metrics(resumed["run_dir"])
     assert straight["after"] == resumed["after"] and straight["before"] == resumed["before"]
@@ -228,10 +235,6 @@ def assert_same_end(straight, resumed):
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     samples = [Path(summary["run_dir"], "samples.txt").read_text() for summary in (straight, resumed)]
     assert samples[0] == samples[1]
-
-
-class Stop(Exception):
-    """Stands for whatever ends a process without warning."""
 
 
 @pytest.mark.parametrize("stop_at", [2, 4, 7, 12])
@@ -273,13 +276,18 @@ def test_a_run_that_died_while_saving_resumes_from_the_older_checkpoint(
     assert_same_end(finished, main({"resume": str(folder)}))
 
 
-def test_a_resumed_run_may_grow_but_not_change(hub, tmp_path):
+def test_a_resumed_run_may_grow_but_not_change(hub, tmp_path, monkeypatch):
     folder = run(hub, tmp_path, iterations=2)["run_dir"]
     with pytest.raises(ConfigError, match="lr=0.5 for 0.001"):
         main({"resume": folder, "lr": 0.5})
     with pytest.raises(ConfigError, match="iterations=1.*may only grow"):
         main({"resume": folder, "iterations": 1})
-    summary = main({"resume": folder, "iterations": 4})
+    with pytest.raises(ConfigError, match="name the run, not a checkpoint"):
+        main({"resume": str(Path(folder, "checkpoint-2"))})
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(rlhf_sentiment, "train_one_iteration", lambda *_: (_ for _ in ()).throw(Stop))
+        main({"resume": folder, "iterations": 4})
+    summary = main({"resume": folder})  # it remembers that it was to grow
     assert [row["iteration"] for row in metrics(summary["run_dir"])] == ["1", "2", "3", "4"]
 
 
