@@ -279,10 +279,11 @@ def compare(name, before, after, kl_coef):
     for (old, old_score), (new, new_score) in zip(before["examples"], after["examples"]):
         # filled with wide blanks, so that Chinese columns stay aligned
         tqdm.write(f"{old_score:.3f} {old[:21]:\u3000<21} -> {new_score:.3f} {new[:21]}")
-    tqdm.write("                   score       KL (nats)       objective  distinct-2  length  ended")
-    means = "{:9}" + "".join("{%s:7.3f} ± {%s_se:.3f} " % (k, k) for k in ("score", "kl", "objective"))
+    tqdm.write("                  score      KL (nats)      objective  distinct-2  length  ended")
+    means = "{:9}{score:6.3f} ± {score_se:.3f} {kl:6.3f} ± {kl_se:.3f} {objective:6.3f}"
+    means += " ± {objective_se:.3f} "
     for label, row in (("before", before), ("after", after)):
-        tqdm.write((means + "{distinct_2:12.3f}{length:8.2f}{ended:7.2f}").format(label, **row))
+        tqdm.write((means + "{distinct_2:11.3f}{length:8.2f}{ended:7.2f}").format(label, **row))
     if kl_coef > 0:  # without a leash the best policy repeats the one best text for ever
         ceiling = best_possible(scores, kl_coef)
         gain = ceiling["objective"] - before["objective"]
