@@ -499,10 +499,9 @@ def check_config(given):
 def stored_config(folder, given):
     """The config of the run in `folder`, if `given` changes only what a resumed run may change."""
     file = folder / "config.json"
-    require(file.is_file(), f"resume={str(folder)!r} is no run folder: it has no config.json")
-    stored = json.loads(file.read_text(encoding="utf-8"))
-    require(stored.keys() == config.keys(), f"resume={str(folder)!r} is no run folder: its "
-            "config.json is not that of a run (to continue, name the run, not a checkpoint in it)")
+    stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    require(stored.keys() == config.keys(), f"resume={str(folder)!r} is no run folder: it has no "
+            "config.json of a run (name the run's own folder, not a checkpoint in it)")
     free = ("resume", "iterations", "save_freq", "device", "explain")
     refused = [f"{k}={v!r} for {stored[k]!r}" for k, v in given.items()
                if k not in free and v != stored[k]]  # fmt: skip

@@ -282,7 +282,7 @@ def test_a_resumed_run_may_grow_but_not_change(hub, tmp_path, monkeypatch):
         main({"resume": folder, "lr": 0.5})
     with pytest.raises(ConfigError, match="iterations=1.*may only grow"):
         main({"resume": folder, "iterations": 1})
-    with pytest.raises(ConfigError, match="name the run, not a checkpoint"):
+    with pytest.raises(ConfigError, match="not a checkpoint in it"):
         main({"resume": str(Path(folder, "checkpoint-2"))})
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(rlhf_sentiment, "train_one_iteration", lambda *_: (_ for _ in ()).throw(Stop))
@@ -299,16 +299,19 @@ def script(*arguments, **environment):
     )  # fmt: skip
 
 
-def test_ctrl_c_finishes_the_iteration_saves_and_says_how_to_continue(hub, tmp_path):
+@pytest.mark.parametrize("number, exit_code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_iteration_saves_and_says_how_to_continue(
+    hub, tmp_path, number, exit_code
+):
     arguments = [f"{key}={value}" for key, value in hub.items()]
     process = script(*arguments, "iterations=100000", f"save_dir={tmp_path}", PYTHONUNBUFFERED="1")
     for line in process.stdout:
         if line.split()[:1] == ["1"]:  # the first iteration is done
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     (folder,) = tmp_path.iterdir()
-    assert process.returncode == 130 and err == ""
+    assert process.returncode == exit_code and err == ""
     assert f"python rlhf_sentiment.py resume={folder}" in out
     assert len(list(folder.glob("checkpoint-*"))) == 1
 
