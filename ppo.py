@@ -38,7 +38,11 @@ def masked_mean(x, mask):
 
 
 def masked_whiten(x, mask):
-    """Shift and scale `x` to mean 0 and variance 1 over the real tokens; 0 on the padding."""
+    """Shift and scale `x` to mean 0 and variance 1 over the real tokens; 0 on the padding.
+
+    A departure from the article, which uses the advantages as they are: whitened, they leave the
+    step size to the learning rate, whatever the units of the score.
+    """
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)
     return ((x - mean) * torch.rsqrt(variance + 1e-8)).masked_fill(mask == 0, 0)
@@ -51,7 +55,7 @@ def compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
     scores `(B,)`, the others `(B, R)` -> `(B, R)`. A sentence is judged only as a whole, so the
     score falls on its last real token (which is not the last column), and GAE hands it back to the
-    earlier ones.
+    earlier ones. The article has no KL penalty, and calls `rewards` what is `scores` here.
     """
     kl_penalty = -kl_coef * (logprobs - ref_logprobs)
     followed = torch.nn.functional.pad(mask[:, 1:], (0, 1))  # (B, R): is the next cell real too?
@@ -91,7 +95,7 @@ def ppo_loss(logprobs, values, old_logprobs, advantages, returns, mask, cliprang
 
     `max` of two losses is the pessimistic one: once a token is cliprange more (or less) likely than
     at rollout, in the direction in which its advantage pulls, its gradient is zero. The article's
-    text shows only the unclipped half.
+    text shows only the unclipped half, and adds the two losses with equal weight.
 
     Returns `(loss, stats)`; stats are detached scalars: both losses, `clipfrac` (share of tokens
     with |ratio - 1| > cliprange) and `approx_kl` = mean (ratio - 1) - log ratio >= 0, an estimate
@@ -362,6 +366,7 @@ class PPOTrainer:
                 )  # fmt: skip
                 self.optimizer.zero_grad()
                 loss.backward()
+                # A departure from the article: one odd batch cannot throw the policy far off.
                 grad_norm = torch.nn.utils.clip_grad_norm_(
                     self.model.parameters(), self.config["max_grad_norm"]
                 )
