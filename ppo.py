@@ -249,7 +249,8 @@ class PPOTrainer:
     `model` and `ref_model` are two `GPT2HeadWithValueModel`s that share no weights; the second is
     frozen here. `config` is a dict with `iterations`, `ppo_epochs`, `minibatch_size`, `lr`,
     `value_lr`, `max_grad_norm`, `kl_coef`, `kl_target`, `kl_horizon`, `gamma`, `lam`, `cliprange`,
-    `vf_coef` and `dtype`, as in rlhf_sentiment.py.
+    `vf_coef` and `dtype`, as in rlhf_sentiment.py. `iterations` is how many steps you will make:
+    the learning rates fall to 0 over them and stay there.
     """
 
     def __init__(self, model, ref_model, config):
@@ -279,10 +280,11 @@ class PPOTrainer:
         """
         scores = torch.as_tensor(scores, dtype=torch.float32).flatten()
         counts = len(queries), len(responses), len(scores)
-        if len(set(counts)) != 1 or not all(len(ids) for ids in [*queries, *responses]):
+        flat = all(ids.dim() == 1 and len(ids) for ids in [*queries, *responses])
+        if not queries or len(set(counts)) > 1 or not flat:
             raise ValueError(
-                "step() needs as many queries as responses as scores, and no query or response may "
-                "be empty; got %d queries, %d responses, %d scores" % counts
+                "step() needs as many queries as responses as scores, each of the first two a 1-D "
+                "tensor of at least one id; got %d queries, %d responses, %d scores" % counts
             )
         if not torch.isfinite(scores).all():
             raise FloatingPointError(f"iteration {self.iteration + 1}: a score is not finite")
@@ -332,7 +334,8 @@ class PPOTrainer:
 
         Returns the dict of `collate` with `logprobs`, `ref_logprobs`, `values` and `entropy` (of
         the policy's whole next-token distribution, in nats). The rollout's own log-probs will not
-        do: they came from other shapes, and the ratio must be exactly 1 before the first update.
+        do: computed in other batch shapes, they differ in the last digits, and the ratio must be 1
+        before the first update.
         """
         # No dropout, here and in update(): it would move the ratio without any learning.
         self.model.eval()
@@ -353,9 +356,9 @@ class PPOTrainer:
     def update(self, batch):
         """`ppo_epochs` passes over shuffled minibatches; returns mean stats as 0-d tensors."""
         # A departure from the article: both learning rates fall in a straight line to 0.
-        left = max(0.0, 1 - self.iteration / self.config["iterations"])
+        remaining = max(0.0, 1 - self.iteration / self.config["iterations"])
         for group, start in zip(self.optimizer.param_groups, ("lr", "value_lr")):
-            group["lr"] = self.config[start] * left
+            group["lr"] = self.config[start] * remaining
         all_stats = []
         for _ in range(self.config["ppo_epochs"]):
             for part in self.minibatches(batch, torch.randperm(len(batch["mask"]))):

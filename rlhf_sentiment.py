@@ -14,6 +14,7 @@ Run it:  python rlhf_sentiment.py [key=value ...]            on a GPU, with the 
 
 Read it: this file down to "Plumbing", then gpt2_value_head.py, then ppo.py.
 Shapes:  B responses in a batch, Q the longest query, R the longest response.
+"The article" is the last of the references in README.md; departures from it are named.
 """
 
 import ast
@@ -56,7 +57,7 @@ config = {
     "lr": 1.41e-5,  # Adam's step for the transformer; small models want more (README)
     "value_lr": 1e-3,  # Adam's step for the value head, which starts from nothing
     "max_grad_norm": 1.0,  # longer gradients are shortened to this
-    # the leash: how far from the original model the policy may drift
+    # the leash, a penalty on the KL divergence: how far from the original model the policy may go
     "kl_coef": 0.05,  # price of a nat of KL, in units of score; 0: no leash, the text degenerates
     "kl_target": None,  # nats per response to steer kl_coef towards; None: kl_coef stays fixed
     "kl_horizon": 10000,  # responses over which that steering acts; smaller: acts faster
@@ -206,6 +207,9 @@ def main(config):
     differs counts as given). Raises `ConfigError`, a `ValueError`, for a user's mistake, and
     `FloatingPointError` if a score, a loss or a gradient is not finite.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a console without Chinese must not end the run
     config = check_config(config)
     set_seed(config["seed"])
     model, ref_model, tokenizer, sentiment_pipe = load_models(config)
@@ -316,10 +320,10 @@ class RunFolder:
         stamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() % 10**9:09}"
         self.path = Path(config["resume"] or Path(config["save_dir"], stamp))
         self.path.mkdir(parents=True, exist_ok=bool(config["resume"]))
-        (self.path / "evaluation.json").unlink(missing_ok=True)  # a finished run that now grows
-        write_json(self.path / "config.json", {**config, "resume": None})
         checkpoints = self.checkpoints()
         logged = self.restore(checkpoints[-1]) if checkpoints else dict.fromkeys(LOGS, 0)
+        (self.path / "evaluation.json").unlink(missing_ok=True)  # a finished run that now grows
+        write_json(self.path / "config.json", {**config, "resume": None})
         for name, size in logged.items():  # what was logged after that checkpoint will come again
             with open(self.path / name, "ab") as file:
                 file.truncate(min(size, file.tell()))
@@ -344,7 +348,9 @@ class RunFolder:
 
     def checkpoints(self):
         """The complete checkpoints, oldest first."""
-        return sorted(self.path.glob("checkpoint-[0-9]*"), key=lambda p: int(p.name.split("-")[1]))
+        found = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in self.path.iterdir()]
+        found = sorted(int(match[1]) for match in found if match)  # checkpoint-9-best is the user's
+        return [self.path / f"checkpoint-{iteration}" for iteration in found]
 
     def save_checkpoint(self):
         """Write everything under a temporary name, then rename; keep the newest two."""
@@ -452,7 +458,7 @@ def require(condition, message):
 
 
 def number(x):
-    return isinstance(x, (int, float)) and type(x) is not bool and abs(x) < float("inf")
+    return isinstance(x, (int, float)) and type(x) is not bool and abs(x) < 1e30
 
 
 RULES = {  # config keys: what is right for them, and the test for it
@@ -465,7 +471,7 @@ RULES = {  # config keys: what is right for them, and the test for it
     "gamma lam": ("a number from 0 to 1", lambda x: number(x) and 0 <= x <= 1),
     "offline": ("True or False", lambda x: type(x) is bool),
     "model_name reward_model_name reward_label save_dir": ("a text", lambda x: type(x) is str),
-    "resume": ("None or a run folder", lambda x: x is None or type(x) is str),
+    "resume": ("None or a run folder", lambda x: x is None or type(x) is str and x),
     "dtype": ("auto, fp32 or bf16", lambda x: x in ("auto", "fp32", "bf16"))}  # fmt: skip
 
 
@@ -474,14 +480,15 @@ def check_config(given):
     for key in given:
         near = difflib.get_close_matches(str(key), config, 1) or [", ".join(config)]
         require(key in config, f"unknown config key {key!r}; known is: {near[0]}")
-    if len(given) == len(config):  # a full copy: what is meant is what was changed in it
-        given = {key: value for key, value in given.items() if value != config[key]}
+    full = len(given) == len(config)  # a full copy: what is meant is what was changed in it
+    given = {key: value for key, value in given.items() if not full or value != config[key]}
     complete = {**config, **given}
     for keys, (right, test) in RULES.items():
         for key in keys.split():
             require(test(complete[key]), f"{key}={complete[key]!r}: it should be {right}")
     if complete["resume"]:
-        complete = {**stored_config(Path(complete["resume"]), given), **given}
+        given["resume"] = complete["resume"]  # it may also have been written into `config` itself
+        complete = {**stored_config(Path(given["resume"]), given), **given}
     elif complete["offline"]:
         from tests.tiny_models import SMALL_MODEL_SETTINGS
 
@@ -533,7 +540,7 @@ def loading(key, name):
     try:
         yield
     except Exception as error:  # the libraries raise a dozen kinds; to a user they are one
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400].rstrip(".")
         raise ConfigError(
             f"{key}={name!r}{'' if is_folder else ' (no local folder)'} cannot be used: {reason}. "
             "Three ways out: name a local folder that holds the model; set HF_ENDPOINT to a mirror "
@@ -577,8 +584,6 @@ def parse_overrides(arguments):
 
 def run_as_script(arguments):
     """`main` for the command line: every foreseen failure is one line on stderr and exit code 1."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a console without Chinese must not end the run
     try:
         main(parse_overrides(arguments))
     except (ConfigError, FloatingPointError, OSError) as error:

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -278,6 +279,7 @@ def test_a_run_that_died_while_saving_resumes_from_the_older_checkpoint(
 
 def test_a_resumed_run_may_grow_but_not_change(hub, tmp_path, monkeypatch):
     folder = run(hub, tmp_path, iterations=2)["run_dir"]
+    shutil.copytree(Path(folder, "checkpoint-2"), Path(folder, "checkpoint-2-best"))  # the user's
     with pytest.raises(ConfigError, match="lr=0.5 for 0.001"):
         main({"resume": folder, "lr": 0.5})
     with pytest.raises(ConfigError, match="iterations=1.*may only grow"):
@@ -287,7 +289,9 @@ def test_a_resumed_run_may_grow_but_not_change(hub, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(rlhf_sentiment, "train_one_iteration", lambda *_: (_ for _ in ()).throw(Stop))
         main({"resume": folder, "iterations": 4})
-    summary = main({"resume": folder})  # it remembers that it was to grow
+    monkeypatch.setitem(rlhf_sentiment.config, "resume", folder)  # as if written into the file
+    summary = main({})  # it remembers that it was to grow
+    assert summary["run_dir"] == folder and Path(folder, "checkpoint-2-best").exists()
     assert [row["iteration"] for row in metrics(summary["run_dir"])] == ["1", "2", "3", "4"]
 
 

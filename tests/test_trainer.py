@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_value_head import GPT2HeadWithValueModel
-from ppo import PPOTrainer, sequence_kl
+from ppo import PPOTrainer, masked_whiten, sequence_kl
 
 QUERIES = [torch.tensor([2, 8, 9, 10]), torch.tensor([2, 11]), torch.tensor([2, 12, 13])]
 RESPONSES = [torch.tensor([14, 15, 3]), torch.tensor([16]), torch.tensor([17, 18, 19, 20, 21])]
@@ -85,6 +85,9 @@ def test_a_step_returns_plain_floats_and_keeps_its_tensors(trainer):
     batch = trainer.last_batch
     assert batch["rewards"].shape == batch["whitened"].shape == (3, 5)
     assert not any(tensor.requires_grad for tensor in batch.values())
+    # whitened over the batch, not row by row
+    assert torch.allclose(batch["whitened"], masked_whiten(batch["advantages"], batch["mask"]))
+    assert batch["whitened"].sum(1).abs().min() > 0.1
     # the score is in the rewards once, at the end; policy and reference agree at first
     assert torch.allclose(batch["rewards"].sum(1), torch.tensor(SCORES), atol=1e-5)
     assert stats["kl"] == pytest.approx(sequence_kl(batch).mean().item())
@@ -177,8 +180,12 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer_step(trainer):
 def test_step_refuses_lists_that_do_not_match(trainer):
     with pytest.raises(ValueError, match="3 queries, 2 responses, 3 scores"):
         trainer.step(QUERIES, RESPONSES[:2], SCORES)
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match="at least one id"):
         trainer.step(QUERIES, [*RESPONSES[:2], torch.tensor([], dtype=torch.long)], SCORES)
+    with pytest.raises(ValueError, match="1-D tensor"):
+        trainer.step([ids.unsqueeze(0) for ids in QUERIES], RESPONSES, SCORES)
+    with pytest.raises(ValueError, match="0 queries"):
+        trainer.step([], [], [])
 
 
 def test_a_reference_that_shares_weights_is_refused(loaded, settings):
