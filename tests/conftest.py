@@ -8,13 +8,14 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import rlhf_sentiment
+from tests import tiny_models
 
 CHARACTERS = sorted(
     set("".join(rlhf_sentiment.prompts + rlhf_sentiment.held_out_prompts) + "好差不喜欢失望物流快慢。！“”")
 )
 WORDS = ["very", "good", "##s", "iphone", "7", "!", ".", "[unused1]"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *CHARACTERS, *WORDS]
-LABELS = ["negative (stars 1, 2 and 3)", "positive (stars 4 and 5)"]
+LABELS = list(tiny_models.LABELS.values())
 
 
 def write_tokenizer(folder, max_length):

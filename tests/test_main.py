@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlhf_sentiment
 from rlhf_sentiment import ConfigError, main, parse_overrides
-from tests.conftest import LABELS, write_gpt2, write_judge
+from tests.conftest import write_gpt2, write_judge
 
 ROOT = Path(__file__).parent.parent
 CLOCKS = ("seconds_rollout", "seconds_score", "seconds_update", "seconds_total", "tokens_per_second")
@@ -333,7 +333,3 @@ def test_an_unreachable_hub_ends_in_a_readable_line():
     assert process.returncode == 1 and err.count("\n") == 1
     assert "uer/gpt2-chinese-cluecorpussmall" in err
     assert "local folder" in err and "HF_ENDPOINT" in err and "offline=True" in err
-
-
-def test_labels_are_the_hub_models(finished):
-    assert LABELS == ["negative (stars 1, 2 and 3)", "positive (stars 4 and 5)"]

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import rlhf_sentiment
 from rlhf_sentiment import decode_responses, encode_prompts, generate_responses, load_models
 from rlhf_sentiment import held_out_prompts, prompts, score_texts
-from tests.tiny_models import CACHE, LABELS, build, make_review, make_reviews
+from tests.tiny_models import CACHE, build, make_review, make_reviews
 
 TINY = {"gpt2_steps": 2, "classifier_steps": 2}
 
@@ -48,7 +48,8 @@ def test_the_untrained_policy_writes_both_kinds_about_equally_often(stand_ins):
 
 
 def test_the_label_names_are_the_hub_models(stand_ins):
-    assert stand_ins[3].model.config.id2label == LABELS
+    hub = {0: "negative (stars 1, 2 and 3)", 1: "positive (stars 4 and 5)"}
+    assert stand_ins[3].model.config.id2label == hub
 
 
 def test_a_build_is_cached_reused_and_mended(tmp_path):
