@@ -22,12 +22,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 def logprobs_from_logits(logits, labels):
     """log p(label) at each place: logits `(B, R, V)`, labels `(B, R)` -> `(B, R)`, in float32."""
-    return logits.float().log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return logits.log_softmax(-1, dtype=torch.float32).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def entropy_from_logits(logits):
     """Entropy of the next-token distribution, in nats: `(B, R, V)` -> `(B, R)`."""
-    logprobs = logits.float().log_softmax(-1)
+    logprobs = logits.log_softmax(-1, dtype=torch.float32)
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
@@ -322,8 +322,8 @@ class PPOTrainer:
         state in which y_t was chosen, both stand one place to the left of y_t: columns Q-1 to
         Q+R-2. The places before and after never see the language model head.
         """
-        places = slice(-batch["labels"].shape[1] - 1, -1)
-        ids, attention_mask = batch["input_ids"], batch["attention_mask"]
+        places = slice(-batch["labels"].shape[1], None)
+        ids, attention_mask = batch["input_ids"][:, :-1], batch["attention_mask"][:, :-1]
         with mixed_precision(model.device, self.config["dtype"]):
             logits, values = model.logits_and_values(ids, attention_mask, places)
         return logprobs_from_logits(logits, batch["labels"]), values.float(), logits

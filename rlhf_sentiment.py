@@ -21,10 +21,12 @@ import ast
 import copy
 import csv
 import difflib
+import functools
 import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -99,6 +101,8 @@ def load_models(config):
         model, tokenizer = load_gpt2(names[0])
     check_prompts(tokenizer, model.config.n_positions, config["gen_len"])
     model.to(pick_device(config["device"]))
+    if model.device.type == "cpu":  # on texts this short plain products beat the fused kernel
+        model.set_attn_implementation("eager")
     # A departure from the article: the model as it was, towards which the KL penalty pulls.
     ref_model = copy.deepcopy(model)
 
@@ -106,10 +110,9 @@ def load_models(config):
         judge, info = AutoModelForSequenceClassification.from_pretrained(
             names[1], dtype=torch.float32, output_loading_info=True)  # fmt: skip
         require(not info["missing_keys"], f"the checkpoint lacks {info['missing_keys']}")
-        reader = AutoTokenizer.from_pretrained(names[1])
-        check_vocabulary(reader, judge.config)
-        options = {"tokenizer": reader, "device": model.device}
-        sentiment_pipe = pipeline("sentiment-analysis", judge, **options)
+        words = AutoTokenizer.from_pretrained(names[1])
+        check_vocabulary(words, judge.config)
+        sentiment_pipe = pipeline("sentiment-analysis", judge, tokenizer=words, device=model.device)
     rewarded_label(sentiment_pipe, config["reward_label"])
     return model, ref_model, tokenizer, sentiment_pipe
 
@@ -211,26 +214,27 @@ def main(config):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a console without Chinese must not end the run
     config = check_config(config)
-    set_seed(config["seed"])
     model, ref_model, tokenizer, sentiment_pipe = load_models(config)
     trainer = PPOTrainer(model, ref_model, config)
     run = RunFolder(config, trainer, tokenizer)  # with `resume`: back at the newest checkpoint
-    run.before = run.before or evaluate(trainer, tokenizer, sentiment_pipe, config["seed"] + 1)
+    run.before = run.before or evaluate(trainer, tokenizer, sentiment_pipe)
 
     done, last = trainer.iteration, config["iterations"]
     bar = tqdm(range(done + 1, last + 1), initial=done, total=last, disable=None, ncols=100)
     with stop_signals() as stop:
         for iteration in bar:
+            # a seed for each, so that a resumed run draws what an uninterrupted one would have
+            set_seed(hash((config["seed"], iteration)) % 2**32)
             row, texts, scores = train_one_iteration(trainer, tokenizer, sentiment_pipe)
             bar.set_postfix(score=f"{row['score_mean']:.3f}", kl=f"{row['kl']:.2f}", refresh=False)
             run.log(row, texts, scores)
             if stop or iteration == last or iteration % config["save_freq"] == 0:
                 run.save_checkpoint()
             if stop and iteration < last:
-                tqdm.write(f"to continue: python rlhf_sentiment.py resume={run.path}")
+                tqdm.write(f"to continue: {run.resume_command}")
                 raise SystemExit(128 + stop[0])
 
-    return run.finish(evaluate(trainer, tokenizer, sentiment_pipe, config["seed"] + 2))
+    return run.finish(evaluate(trainer, tokenizer, sentiment_pipe))
 
 
 # ======================================================================================= Plumbing
@@ -239,41 +243,38 @@ def main(config):
 # ------------------------------------------------------------------------------------- evaluation
 
 
-def evaluate(trainer, tokenizer, sentiment_pipe, seed):
-    """Sample `eval_samples` responses to each opening -> {"pool": summary, "held out": summary}.
-
-    The run's random state is left as it was: how much is measured changes nothing in the training.
-    """
-    config, device, results = trainer.config, trainer.model.device, {}
+def evaluate(trainer, tokenizer, sentiment_pipe):
+    """Sample `eval_samples` responses to each opening -> {"pool": summary, "held out": summary}."""
+    config, results = trainer.config, {}
+    set_seed(hash((config["seed"], trainer.iteration, 0)) % 2**32)
     n, size = config["eval_samples"], config["batch_size"]
-    with torch.random.fork_rng([device] * (device.type != "cpu"), device_type=device.type):
-        torch.manual_seed(seed)
-        for name, openings in (("pool", prompts), ("held out", held_out_prompts)):
-            todo, samples = [opening for opening in openings for _ in range(n)], []
-            for i in tqdm(range(0, len(todo), size), name, disable=None, leave=False, ncols=100):
-                batch = todo[i : i + size]
-                queries, ids, texts, scores, _ = rollout(trainer, tokenizer, sentiment_pipe, batch)
-                kls = sequence_kl(trainer.old_pass(queries, ids))
-                samples += zip(ids, texts, scores.tolist(), kls.tolist())
-            results[name] = summarize(samples, n, config["kl_coef"], tokenizer.sep_token_id)
+    for name, openings in (("pool", prompts), ("held out", held_out_prompts)):
+        todo, samples = [opening for opening in openings for _ in range(n)], []
+        for i in tqdm(range(0, len(todo), size), name, disable=None, leave=False, ncols=100):
+            batch = todo[i : i + size]
+            queries, ids, texts, scores, _ = rollout(trainer, tokenizer, sentiment_pipe, batch)
+            kls = sequence_kl(trainer.old_pass(queries, ids))
+            samples += zip(ids, texts, scores.tolist(), kls.tolist())
+        results[name] = summarize(samples, n, config["kl_coef"], tokenizer.sep_token_id)
     return results
 
 
 def summarize(samples, n, kl_coef, end_id):
     """Means and standard errors of (response, text, score, kl), n of each opening in turn."""
     responses, texts, scores, kls = zip(*samples)
-    examples = list(zip(texts, scores))[::n]  # one of each opening
+    rows, n_rows = [response.tolist() for response in responses], len(responses)
+    ends = sum(row[-1] == end_id for row in rows)
+    pairs = [pair for row in rows for pair in zip(row, row[1:])]
+    summary = {
+        "examples": list(zip(texts, scores))[::n],  # one of each opening
+        "distinct_2": len(set(pairs)) / max(1, len(pairs)),
+        "length": sum(map(len, rows)) / n_rows, "ended": ends / n_rows}  # fmt: skip
     scores, kls = (torch.tensor(x, dtype=torch.float64).view(-1, n) for x in (scores, kls))
-    summary = {"scores": scores.tolist(), "examples": examples}
     for name, x in (("score", scores), ("kl", kls), ("objective", scores - kl_coef * kls)):
         # the openings are fixed, not drawn: only the spread within each of them is chance
         error = (x.var(1, correction=min(1, n - 1)).mean() / len(samples)).sqrt()
         summary |= {name: x.mean().item(), f"{name}_se": error.item()}
-    rows = [response.tolist() for response in responses]
-    pairs = [pair for row in rows for pair in zip(row, row[1:])]
-    summary["distinct_2"] = len(set(pairs)) / max(1, len(pairs))
-    summary["length"] = sum(map(len, rows)) / len(rows)
-    return summary | {"ended": sum(row[-1] == end_id for row in rows) / len(rows)}
+    return summary | {"scores": scores.tolist()}
 
 
 def compare(name, before, after, kl_coef):
@@ -285,9 +286,9 @@ def compare(name, before, after, kl_coef):
         tqdm.write(f"{old_score:.3f} {old[:21]:\u3000<21} -> {new_score:.3f} {new[:21]}")
     tqdm.write("                  score      KL (nats)      objective  distinct-2  length  ended")
     means = "{:9}{score:6.3f} ± {score_se:.3f} {kl:6.3f} ± {kl_se:.3f} {objective:6.3f}"
-    means += " ± {objective_se:.3f} "
+    means += " ± {objective_se:.3f}"
     for label, row in (("before", before), ("after", after)):
-        tqdm.write((means + "{distinct_2:11.3f}{length:8.2f}{ended:7.2f}").format(label, **row))
+        tqdm.write((means + "{distinct_2:12.3f}{length:8.2f}{ended:7.2f}").format(label, **row))
     if kl_coef > 0:  # without a leash the best policy repeats the one best text for ever
         ceiling = best_possible(scores, kl_coef)
         gain = ceiling["objective"] - before["objective"]
@@ -296,10 +297,9 @@ def compare(name, before, after, kl_coef):
         best = ceiling["best_of_n"] = max(tries, key=lambda result: result["objective"])
         tqdm.write(means.format("ceiling", **ceiling))
         tqdm.write(f"PPO reached {ceiling['share']:.0%} of the possible gain in the objective; "
-                   f"best of {best['n']}: {best['objective']:.3f}")
-        if (effective := ceiling["effective_samples"]) < 30:
-            tqdm.write(f"Ceiling too low, share flattered: only {effective:.0f} effective samples; "
-                       "raise eval_samples")  # fmt: skip
+                   f"best of {best['n']}: {best['objective']:.3f}")  # fmt: skip
+        if (n := ceiling["effective_samples"]) < 30:
+            tqdm.write(f"share flattered: only {n:.0f} effective samples; raise eval_samples")
     return {"before": before, "after": after, "ceiling": ceiling}
 
 
@@ -316,19 +316,27 @@ class RunFolder:
 
     def __init__(self, config, trainer, tokenizer):
         self.config, self.trainer, self.tokenizer = config, trainer, tokenizer
-        self.before = None  # the evaluation before training
+        self.before, self.kls = None, []  # evaluation before training, KLs of the last iterations
+        self.write_once = functools.cache(tqdm.write)
         stamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() % 10**9:09}"
         self.path = Path(config["resume"] or Path(config["save_dir"], stamp))
-        self.path.mkdir(parents=True, exist_ok=bool(config["resume"]))
+        with one_line(f"no run folder can be made in save_dir={config['save_dir']!r}: REASON"):
+            self.path.mkdir(parents=True, exist_ok=bool(config["resume"]))
+        self.resume_command = f"python rlhf_sentiment.py {shlex.quote(f'resume={self.path}')}"
         checkpoints = self.checkpoints()
+        # weights and Adam's two moments, in two checkpoints and the one that is being written
+        needed = (3 - len(checkpoints)) * 12 * sum(p.numel() for p in trainer.model.parameters())
+        free = shutil.disk_usage(self.path).free
+        require(needed < free, f"{self.path}: checkpoints need {needed:,} bytes, {free:,} are free")
         logged = self.restore(checkpoints[-1]) if checkpoints else dict.fromkeys(LOGS, 0)
         (self.path / "evaluation.json").unlink(missing_ok=True)  # a finished run that now grows
         write_json(self.path / "config.json", {**config, "resume": None})
         for name, size in logged.items():  # what was logged after that checkpoint will come again
             with open(self.path / name, "ab") as file:
                 file.truncate(min(size, file.tell()))
-        tqdm.write(f"{config['iterations']} iterations x {config['batch_size']} responses on "
-                   f"{trainer.model.device}, into {self.path}\n{HEADER}")  # fmt: skip
+        tqdm.write(f"iterations {trainer.iteration + 1} to {config['iterations']} of "
+                   f"{config['batch_size']} responses, on {trainer.model.device}, in {self.path}")
+        tqdm.write(HEADER)
 
     def log(self, row, texts, scores):
         """A row of metrics.csv; in the first, the last and every 10th iteration texts as well."""
@@ -345,49 +353,58 @@ class RunFolder:
                 file.write("\n".join([f"iteration {n}", *lines, ""]))
         if n in (1, last) or every and n % every == 0:
             tqdm.write(self.trainer.explain(self.tokenizer))
+        self.watch(row)
+
+    def watch(self, row):
+        """Say once, in plain words, what looks wrong although the program runs on."""
+        batch = self.trainer.last_batch
+        ends = (batch["labels"] == self.tokenizer.sep_token_id) & (batch["mask"] > 0)
+        self.kls = [*self.kls[-4:], sequence_kl(batch)]
+        kls = torch.cat(self.kls)
+        if len(self.kls) == 5 and kls.mean() < -4 * kls.std() / len(kls) ** 0.5:
+            self.write_once("warning: KL clearly negative: what samples is not what is scored")
+        if row["distinct"] < 0.1:
+            self.write_once("warning: nearly all responses are alike: raise kl_coef or lower lr")
+        if not ends.any() and self.before["pool"]["ended"] * len(ends) > 10:
+            self.write_once("warning: no response ends as they did before: raise kl_coef")
 
     def checkpoints(self):
-        """The complete checkpoints, oldest first."""
-        found = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in self.path.iterdir()]
-        found = sorted(int(match[1]) for match in found if match)  # checkpoint-9-best is the user's
-        return [self.path / f"checkpoint-{iteration}" for iteration in found]
+        """The complete checkpoints, oldest first; checkpoint-9-best is the user's own."""
+        found = [path for path in self.path.glob("checkpoint-*") if path.name[11:].isdigit()]
+        return sorted(found, key=lambda path: int(path.name[11:]))
 
     def save_checkpoint(self):
         """Write everything under a temporary name, then rename; keep the newest two."""
         trainer, incomplete = self.trainer, self.path / "incomplete"
         shutil.rmtree(incomplete, ignore_errors=True)
-        trainer.model.save_pretrained(incomplete)
-        self.tokenizer.save_pretrained(incomplete)
-        kind, keys, *rest = numpy.random.get_state()
         state = {
             "iteration": trainer.iteration, "kl_coef": trainer.kl_controller.value,
             "optimizer": trainer.optimizer.state_dict(), "before": self.before,
-            "logged": {name: (self.path / name).stat().st_size for name in LOGS},
-            "python": random.getstate(), "numpy": (kind, keys.tolist(), *rest),
-            "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}  # fmt: skip
-        torch.save(state, incomplete / "trainer_state.pt")
-        for file in incomplete.iterdir():
-            with open(file, "rb+") as opened:
-                os.fsync(opened)
-        incomplete.rename(self.path / f"checkpoint-{trainer.iteration}")
+            "logged": {name: (self.path / name).stat().st_size for name in LOGS}}  # fmt: skip
+        with one_line("the checkpoint could not be written (REASON); what was saved before is "
+                      f"whole; make room, then: {self.resume_command}"):  # fmt: skip
+            trainer.model.save_pretrained(incomplete)
+            self.tokenizer.save_pretrained(incomplete)
+            torch.save(state, incomplete / "trainer_state.pt")
+            for file in incomplete.iterdir():
+                with open(file, "rb+") as opened:
+                    os.fsync(opened)
+            incomplete.rename(self.path / f"checkpoint-{trainer.iteration}")
         for old in self.checkpoints()[:-2]:
             shutil.rmtree(old.rename(incomplete))  # half deleted it must not look complete
 
     def restore(self, checkpoint):
-        """Put trainer and random states back to `checkpoint` -> bytes logged by then.
+        """Put the trainer back to `checkpoint` -> bytes logged by then.
 
         The reference stays the base model: a leash tied to a checkpoint would move along.
         """
-        state = torch.load(checkpoint / "trainer_state.pt", map_location="cpu", weights_only=True)
-        self.trainer.model.load_state_dict(load_gpt2(checkpoint)[0].state_dict())
+        file = checkpoint / "trainer_state.pt"
+        with one_line(f"{checkpoint} is damaged (REASON); delete it to resume from the one before"):
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            self.trainer.model.load_state_dict(load_gpt2(checkpoint)[0].state_dict())
         self.trainer.optimizer.load_state_dict(state["optimizer"])
         self.trainer.iteration, self.before = state["iteration"], state["before"]
         self.trainer.kl_controller.value = state["kl_coef"]
-        torch.manual_seed(self.config["seed"] + state["iteration"])  # for devices not stored here
-        random.setstate(state["python"])
-        numpy.random.set_state(state["numpy"])
-        torch.set_rng_state(state["torch"])
-        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
         return state["logged"]
 
     def finish(self, after):
@@ -395,8 +412,9 @@ class RunFolder:
         kl_coef = self.config["kl_coef"]
         results = {name: compare(name, self.before[name], after[name], kl_coef) for name in after}
         summary = {**results["pool"], "held_out": results["held out"], "run_dir": str(self.path)}
-        write_json(self.path / "evaluation.json", summary)
         draw_curve(self.path, summary["ceiling"] if self.config["kl_target"] is None else None)
+        write_json(self.path / "evaluation.json", summary)  # the last: with it a run is finished
+        tqdm.write(f"\nall of it is in {self.path}")
         return summary
 
 
@@ -427,17 +445,15 @@ def draw_curve(folder, ceiling):
 @contextmanager
 def stop_signals():
     """-> list to which the first Ctrl-C or SIGTERM adds its number; a second stops at once."""
-    received = []
+    received, previous = [], {}
 
     def note(number, frame):
-        if received:
-            raise SystemExit(128 + number)
         received.append(number)
+        signal.signal(number, previous[number])
         tqdm.write("finishing this iteration and writing a checkpoint; once more stops at once")
 
-    previous = {}
     with suppress(ValueError):  # Python lets only the main thread handle signals
-        previous = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
+        previous |= {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:
@@ -449,12 +465,22 @@ def stop_signals():
 
 
 class ConfigError(ValueError):
-    """A user's mistake; the message is one line: what is wrong, and what would be right."""
+    """What a user can mend; the message is one line: what is wrong, and what would be right."""
 
 
 def require(condition, message):
     if not condition:
         raise ConfigError(message)
+
+
+@contextmanager
+def one_line(message):
+    """Turn whatever goes wrong inside into `message`, with REASON replaced by what it was."""
+    try:
+        yield
+    except Exception as error:  # the libraries raise a dozen kinds; to a user they are one
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400].rstrip(".")
+        raise ConfigError(message.replace("REASON", reason)) from error
 
 
 def number(x):
@@ -465,10 +491,10 @@ RULES = {  # config keys: what is right for them, and the test for it
     "iterations batch_size gen_len ppo_epochs minibatch_size save_freq eval_samples":
         ("a whole number, at least 1", lambda x: type(x) is int and x >= 1),
     "explain seed": ("a whole number below 2**32", lambda x: type(x) is int and 0 <= x < 2**32),
-    "lr value_lr kl_coef vf_coef": ("a number, at least 0", lambda x: number(x) and x >= 0),
+    "kl_coef vf_coef": ("a number, at least 0", lambda x: number(x) and x >= 0),
     "max_grad_norm kl_horizon cliprange": ("a number above 0", lambda x: number(x) and x > 0),
     "kl_target": ("None or a number above 0", lambda x: x is None or number(x) and x > 0),
-    "gamma lam": ("a number from 0 to 1", lambda x: number(x) and 0 <= x <= 1),
+    "lr value_lr gamma lam": ("a number from 0 to 1", lambda x: number(x) and 0 <= x <= 1),
     "offline": ("True or False", lambda x: type(x) is bool),
     "model_name reward_model_name reward_label save_dir": ("a text", lambda x: type(x) is str),
     "resume": ("None or a run folder", lambda x: x is None or type(x) is str and x),
@@ -478,45 +504,44 @@ RULES = {  # config keys: what is right for them, and the test for it
 def check_config(given):
     """-> the complete config: `given` over the start values, or over those of the run to resume."""
     for key in given:
-        near = difflib.get_close_matches(str(key), config, 1) or [", ".join(config)]
-        require(key in config, f"unknown config key {key!r}; known is: {near[0]}")
-    full = len(given) == len(config)  # a full copy: what is meant is what was changed in it
-    given = {key: value for key, value in given.items() if not full or value != config[key]}
-    complete = {**config, **given}
+        near = difflib.get_close_matches(str(key), config, 1) or config
+        require(key in config, f"unknown config key {key!r}; known is: {', '.join(near)}")
+    if len(given) == len(config):  # a full copy: what is meant is what was changed in it
+        given = {key: value for key, value in given.items() if value != config[key]}
+    full = config | given
     for keys, (right, test) in RULES.items():
         for key in keys.split():
-            require(test(complete[key]), f"{key}={complete[key]!r}: it should be {right}")
-    if complete["resume"]:
-        given["resume"] = complete["resume"]  # it may also have been written into `config` itself
-        complete = {**stored_config(Path(given["resume"]), given), **given}
-    elif complete["offline"]:
+            require(test(full[key]), f"{key}={full[key]!r}: it should be {right}")
+    if full["resume"]:
+        full = stored_config(Path(full["resume"]), given) | given | {"resume": full["resume"]}
+    elif full["offline"]:
         from tests.tiny_models import SMALL_MODEL_SETTINGS
 
-        complete = {**config, **SMALL_MODEL_SETTINGS, **given}
-        tqdm.write("offline=True: " + " ".join(f"{k}={complete[k]}" for k in SMALL_MODEL_SETTINGS))
-        require(not {"model_name", "reward_model_name"} & set(given),
-                "offline=True brings its own models: leave out model_name and reward_model_name")
-    steerable = complete["kl_coef"] > 0 and complete["kl_horizon"] >= complete["batch_size"]
-    require(complete["kl_target"] is None or steerable,
-            "kl_target steers a kl_coef above 0 over a kl_horizon of at least batch_size responses")
-    pick_device(complete["device"])
-    return complete
+        full |= SMALL_MODEL_SETTINGS | given
+        tqdm.write("offline=True: " + " ".join(f"{k}={full[k]}" for k in SMALL_MODEL_SETTINGS))
+        named = [key for key in ("model_name", "reward_model_name") if key in given]
+        require(not named, f"offline=True brings its own models: leave out {' and '.join(named)}")
+    if full["kl_target"] is not None:
+        require(full["kl_coef"], "kl_target needs a kl_coef above 0 to steer")
+        require(full["kl_horizon"] >= full["batch_size"], "kl_horizon should reach batch_size")
+    pick_device(full["device"])
+    return full
 
 
 def stored_config(folder, given):
     """The config of the run in `folder`, if `given` changes only what a resumed run may change."""
-    file = folder / "config.json"
-    stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    stored, free = {}, ("resume", "iterations", "save_freq", "device", "explain")
+    with suppress(OSError, ValueError):  # a file that is not there, or is not whole
+        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     require(stored.keys() == config.keys(), f"resume={str(folder)!r} is no run folder: it has no "
             "config.json of a run (name the run's own folder, not a checkpoint in it)")
-    free = ("resume", "iterations", "save_freq", "device", "explain")
-    refused = [f"{k}={v!r} for {stored[k]!r}" for k, v in given.items()
-               if k not in free and v != stored[k]]  # fmt: skip
-    require(not refused, f"a resumed run keeps its settings; refused are {', '.join(refused)}")
+    refused = [key for key, value in given.items() if value != stored[key] and key not in free]
+    refused = ", ".join(f"{key}={given[key]!r} for {stored[key]!r}" for key in refused)
+    require(not refused, f"a resumed run keeps its settings; refused are {refused}")
     done, total = stored["iterations"], given.get("iterations", stored["iterations"])
     finished = total == done and (folder / "evaluation.json").exists()
-    require(total >= done and not finished, f"iterations={total}: the run in {folder} "
-            f"{'is finished after' if finished else 'has'} {done}; it may only grow")
+    require(not finished, f"the run in {folder} is finished after {done} iterations; it may grow")
+    require(total >= done, f"iterations={total}: the run in {folder} has {done}; it may only grow")
     return stored
 
 
@@ -528,23 +553,18 @@ def pick_device(name):
     return found[0] if name == "auto" else name
 
 
-@contextmanager
 def loading(key, name):
-    """Turn whatever goes wrong while a model is loaded into one line with three ways out."""
+    """A context to load a model in: quiet, and errors become one line with three ways out."""
     tqdm.write(f"loading {name}")
     # That the value head is new, an id is odd or a hub does not answer is dealt with here.
     for library in ("transformers", "huggingface_hub"):
         logging.get_logger(library).setLevel("ERROR")
     is_folder = Path(name).is_dir()  # a download keeps its progress bar
     (logging.disable_progress_bar if is_folder else logging.enable_progress_bar)()
-    try:
-        yield
-    except Exception as error:  # the libraries raise a dozen kinds; to a user they are one
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400].rstrip(".")
-        raise ConfigError(
-            f"{key}={name!r}{'' if is_folder else ' (no local folder)'} cannot be used: {reason}. "
-            "Three ways out: name a local folder that holds the model; set HF_ENDPOINT to a mirror "
-            "in the shell; or train small models with offline=True") from error
+    return one_line(
+        f"{key}={name!r}{'' if is_folder else ' (no local folder)'} cannot be used: REASON. Three "
+        "ways out: name a local folder that holds the model; set HF_ENDPOINT to a mirror in the "
+        "shell; or train small models with offline=True")  # fmt: skip
 
 
 def check_prompts(tokenizer, n_positions, gen_len):

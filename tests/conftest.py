@@ -10,6 +10,11 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 import rlhf_sentiment
 from tests import tiny_models
 
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also kill runs at random (minutes)")
+
+
 CHARACTERS = sorted(
     set("".join(rlhf_sentiment.prompts + rlhf_sentiment.held_out_prompts) + "好差不喜欢失望物流快慢。！“”")
 )

@@ -41,13 +41,14 @@ def test_the_share_is_1_for_the_best_policy_and_0_for_the_reference():
     assert best["ceiling"]["score"] >= best["before"]["score"]
 
 
-def test_evaluation_leaves_the_random_state_as_it_was(loaded, settings):
+def test_an_evaluation_draws_by_its_own_seed(loaded, settings):
     model, ref_model, tokenizer, pipe = loaded
     trainer = PPOTrainer(model, ref_model, settings)
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    first = evaluate(trainer, tokenizer, pipe, seed=1)
-    assert torch.equal(state, torch.get_rng_state())
-    assert evaluate(trainer, tokenizer, pipe, seed=1) == first
-    assert evaluate(trainer, tokenizer, pipe, seed=2) != first
+    first = evaluate(trainer, tokenizer, pipe)
+    torch.manual_seed(3)  # whatever was drawn before
+    assert evaluate(trainer, tokenizer, pipe) == first
     assert first["pool"]["kl"] == 0.0  # the policy still is the reference
+    trainer.iteration = 1  # after training it draws afresh
+    assert evaluate(trainer, tokenizer, pipe) != first
+    trainer.config = {**settings, "seed": 2**32 - 1}
+    assert evaluate(trainer, tokenizer, pipe) != first

@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlhf_sentiment
+from ppo import PPOTrainer
 from rlhf_sentiment import ConfigError, main, parse_overrides
 from tests.conftest import write_gpt2, write_judge
 
@@ -120,9 +123,11 @@ BAD_CONFIGS = [
     ({"iterations": "ten"}, "iterations='ten'.*whole number"),
     ({"batch_size": True}, "batch_size=True.*whole number"),
     ({"gen_len": -1}, "gen_len=-1.*at least 1"),
-    ({"lr": -1e-5}, "lr=-1e-05.*at least 0"),
+    ({"lr": -1e-5}, "lr=-1e-05.*0 to 1"),
     ({"lr": float("nan")}, "lr=nan.*number"),
     ({"lr": "1e-5x"}, "lr='1e-5x'.*number"),
+    ({"lr": 1e30}, r"lr=1e\+30.*0 to 1"),
+    ({"value_lr": 2}, "value_lr=2.*0 to 1"),
     ({"kl_coef": None}, "kl_coef=None.*number"),
     ({"kl_target": 0}, "kl_target=0.*None or a number above 0"),
     ({"kl_horizon": 0}, "kl_horizon=0.*above 0"),
@@ -139,14 +144,15 @@ BAD_CONFIGS = [
     ({"resume": "/no/such/run"}, "/no/such/run.*no run folder"),
     ({"resume": 7}, "resume=7.*run folder"),
     ({"explain": -2}, "explain=-2.*whole number"),
-    ({"kl_target": 6.0, "kl_horizon": 5}, "kl_horizon of at least batch_size"),
-    ({"kl_target": 6.0, "kl_coef": 0}, "kl_target steers a kl_coef above 0"),
+    ({"kl_target": 6.0, "kl_horizon": 5}, "kl_horizon should reach batch_size"),
+    ({"kl_target": 6.0, "kl_coef": 0}, "kl_target needs a kl_coef above 0"),
     ({"offline": True}, "offline=True brings its own models"),
     ({"gen_len": 60}, "gen_len=60.*64 positions"),
     ({"reward_label": "good"}, "reward_label='good'.*0 labels.*negative.*positive"),
     ({"reward_label": ""}, "reward_label=''.*2 labels"),
     ({"model_name": "/no/such/folder"}, "model_name='/no/such/folder'.*no local folder.*offline=True"),
     ({"reward_model_name": "/no/such"}, "reward_model_name='/no/such'.*HF_ENDPOINT"),
+    ({"save_dir": __file__}, "no run folder can be made in save_dir=.*test_main.py"),
 ]
 
 
@@ -224,8 +230,8 @@ def test_a_prompt_with_one_unknown_character_is_reported(hub, tmp_path, monkeypa
 # ---------------------------------------------------------------------------- interrupt and resume
 
 
-class Stop(Exception):
-    """Stands for whatever ends a process without warning."""
+class Stop(BaseException):
+    """Stands for whatever ends a process without warning: no `except Exception` sees it."""
 
 
 def assert_same_end(straight, resumed):
@@ -277,6 +283,48 @@ def test_a_run_that_died_while_saving_resumes_from_the_older_checkpoint(
     assert_same_end(finished, main({"resume": str(folder)}))
 
 
+def test_a_full_disk_costs_nothing_that_was_saved_before(finished, hub, tmp_path, monkeypatch):
+    # a limit on the size of files, so that the real writers fail halfway through the weights
+    resource = pytest.importorskip("resource")
+    limits, step = resource.getrlimit(resource.RLIMIT_FSIZE), rlhf_sentiment.PPOTrainer.step
+
+    def step_on_a_full_disk(self, *batch):
+        if self.iteration == 7:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+        return step(self, *batch)
+
+    monkeypatch.setattr(rlhf_sentiment.PPOTrainer, "step", step_on_a_full_disk)
+    try:
+        with pytest.raises(ConfigError, match="could not be written.*make room, then.* resume="):
+            run(hub, tmp_path, iterations=12, save_freq=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    monkeypatch.undo()
+    (folder,) = tmp_path.iterdir()
+    assert [p.name for p in folder.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert_same_end(finished, main({"resume": str(folder)}))
+
+
+def test_too_little_room_is_found_before_training(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(ConfigError, match="checkpoints need .* bytes, 1 are free"):
+        run(hub, tmp_path)
+
+
+def test_damaged_files_of_a_run_are_named(hub, tmp_path):
+    folder = Path(run(hub, tmp_path, iterations=3, save_freq=2)["run_dir"])
+    state = folder / "checkpoint-3" / "trainer_state.pt"
+    state.write_bytes(state.read_bytes()[:5000])
+    with pytest.raises(ConfigError, match="checkpoint-3 is damaged .*; delete it to resume"):
+        main({"resume": str(folder), "iterations": 4})
+    shutil.rmtree(folder / "checkpoint-3")  # as it says
+    assert main({"resume": str(folder), "iterations": 4})["after"]
+    assert [row["iteration"] for row in metrics(folder)] == ["1", "2", "3", "4"]
+    (folder / "config.json").write_text('{"model_na')
+    with pytest.raises(ConfigError, match="is no run folder"):
+        main({"resume": str(folder)})
+
+
 def test_a_resumed_run_may_grow_but_not_change(hub, tmp_path, monkeypatch):
     folder = run(hub, tmp_path, iterations=2)["run_dir"]
     shutil.copytree(Path(folder, "checkpoint-2"), Path(folder, "checkpoint-2-best"))  # the user's
@@ -308,15 +356,16 @@ def test_a_signal_finishes_the_iteration_saves_and_says_how_to_continue(
     hub, tmp_path, number, exit_code
 ):
     arguments = [f"{key}={value}" for key, value in hub.items()]
-    process = script(*arguments, "iterations=100000", f"save_dir={tmp_path}", PYTHONUNBUFFERED="1")
+    save_dir = tmp_path / "my runs"
+    process = script(*arguments, "iterations=100000", f"save_dir={save_dir}", PYTHONUNBUFFERED="1")
     for line in process.stdout:
         if line.split()[:1] == ["1"]:  # the first iteration is done
             break
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    (folder,) = tmp_path.iterdir()
+    (folder,) = save_dir.iterdir()
     assert process.returncode == exit_code and err == ""
-    assert f"python rlhf_sentiment.py resume={folder}" in out
+    assert f"python rlhf_sentiment.py 'resume={folder}'" in out  # ready to be pasted into a shell
     assert len(list(folder.glob("checkpoint-*"))) == 1
 
 
@@ -327,9 +376,81 @@ def test_as_a_script_a_mistake_is_one_line_on_stderr_and_exit_code_1():
     assert err == "error: iterations='many': it should be a whole number, at least 1\n"
 
 
-def test_an_unreachable_hub_ends_in_a_readable_line():
-    process = script(HF_ENDPOINT="http://127.0.0.1:9", HF_HOME="/nonexistent")
+class Gate(BaseHTTPRequestHandler):
+    """A hub that answers every question with "not without a login"."""
+
+    def do_GET(self):
+        self.send_response(401)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def gated_hub():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Gate)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.mark.parametrize("hub_is", ["unreachable", "switched off", "gated"])
+def test_a_hub_that_gives_nothing_ends_in_a_readable_line(hub_is, request):
+    environment = {"HF_HOME": "/nonexistent", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    if hub_is == "switched off":
+        environment["HF_HUB_OFFLINE"] = "1"
+    if hub_is == "gated":
+        environment["HF_ENDPOINT"] = request.getfixturevalue("gated_hub")
+    process = script(**environment)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 1 and err.count("\n") == 1
     assert "uer/gpt2-chinese-cluecorpussmall" in err
     assert "local folder" in err and "HF_ENDPOINT" in err and "offline=True" in err
+
+
+# ------------------------------------------------------------------------------------ the warnings
+
+
+@pytest.fixture
+def watch(loaded, settings, tmp_path, capsys):
+    """Looks at a batch with given KLs, responses and share of different responses -> what it says."""
+    model, ref_model, tokenizer, _ = loaded
+    trainer = PPOTrainer(model, ref_model, settings)
+    run = rlhf_sentiment.RunFolder({**settings, "save_dir": str(tmp_path)}, trainer, tokenizer)
+    run.before = {"pool": {"ended": 0.5}}
+
+    def look(kls, last_id=tokenizer.sep_token_id, distinct=1.0):
+        capsys.readouterr()
+        logprobs = torch.tensor(kls)[:, None].expand(-1, 2) / 2
+        labels = torch.tensor([[8, last_id]] * len(kls))
+        trainer.last_batch = {"logprobs": logprobs, "ref_logprobs": torch.zeros_like(logprobs),
+                              "mask": torch.ones_like(logprobs), "labels": labels}  # fmt: skip
+        run.watch({"distinct": distinct})
+        return capsys.readouterr().out
+
+    return look
+
+
+def test_a_kl_that_stays_negative_is_reported_once(watch):
+    kls = [-0.3 + 0.01 * n for n in range(24)]
+    assert [bool(watch(kls)) for _ in range(7)] == [False] * 4 + [True] + [False] * 2
+
+
+def test_a_kl_around_0_is_no_reason_to_warn(watch):
+    assert not any(watch([(-1) ** n * 0.3 - 0.01 for n in range(24)]) for _ in range(7))
+
+
+def test_responses_that_are_all_alike_are_reported_once(watch):
+    said = [watch([0.1] * 24, distinct=distinct) for distinct in (0.2, 0.05, 0.05)]
+    assert "alike" in said[1] and not said[0] and not said[2]
+
+
+def test_responses_that_no_longer_end_are_reported(watch):
+    assert watch([0.1] * 24) == ""
+    assert "no response ends" in watch([0.1] * 24, last_id=9)
+    assert watch([0.1] * 4, last_id=9) == ""  # of four, none may well be chance

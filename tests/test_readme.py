@@ -22,6 +22,12 @@ def test_every_dial_is_in_the_table_with_its_start_value():
             assert eval(start.strip().strip("`")) == value if not isinstance(value, str) else value in start
 
 
+def test_the_chinese_part_has_every_dial_too():
+    table = README.split("### 怎么改")[1].split("\n### ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(rlhf_sentiment.config)
+
+
 def test_every_dial_is_checked_and_read():
     checked = " ".join(rlhf_sentiment.RULES).split()
     assert sorted([*checked, "device"]) == sorted(rlhf_sentiment.config)
@@ -37,6 +43,35 @@ def test_the_two_commands_are_in_both_languages():
     ):
         assert README.count(command) == 2
     assert "@@" not in README
+
+
+def test_the_token_table_adds_up():
+    table = README.split("```text\n  logprobs")[1].split("```")[0].splitlines()[1:]
+    names = "logprobs reference kl rewards values advantage returns whitened".split()
+    rows = [dict(zip(names, map(float, line.split()))) for line in (" ".join(line.split()[:8]) for line in table)]
+    kl_coef, rounding = rlhf_sentiment.config["kl_coef"], 0.0011
+    for t, row in enumerate(rows):
+        assert row["kl"] == pytest.approx(row["logprobs"] - row["reference"], abs=2 * rounding)
+        score = 0.0 if row is not rows[-1] else row["rewards"] + kl_coef * row["kl"]
+        assert row["rewards"] == pytest.approx(-kl_coef * row["kl"] + score, abs=rounding)
+        to_come = sum(later["rewards"] for later in rows[t:])
+        assert row["advantage"] == pytest.approx(to_come - row["values"], abs=rounding * len(rows))
+        assert row["returns"] == pytest.approx(row["advantage"] + row["values"], abs=2 * rounding)
+    assert 0 <= score <= 1
+    # whitening shifts and scales all tokens alike: two of them give the line on which all lie
+    low, high = (pick(rows, key=lambda row: row["advantage"]) for pick in (min, max))
+    scale = (high["whitened"] - low["whitened"]) / (high["advantage"] - low["advantage"])
+    for row in rows:
+        expected = low["whitened"] + scale * (row["advantage"] - low["advantage"])
+        assert scale > 0 and row["whitened"] == pytest.approx(expected, abs=rounding * (2 + 2 * scale))
+
+
+def test_the_share_in_the_report_follows_from_its_rows():
+    for report in README.split("of each opening before -> after")[1:]:
+        rows = [re.search(rf"\n{name} .*", report)[0] for name in ("before", "after", "ceiling")]
+        before, after, ceiling = (float(row.split("±")[2].split()[-1]) for row in rows)
+        share = int(re.search(r"PPO reached (\d+)%", report)[1])
+        assert 100 * (after - before) / (ceiling - before) == pytest.approx(share, abs=0.8)
 
 
 @pytest.mark.parametrize("heading", ["Use PPOTrainer alone", "Use a trained checkpoint"])

@@ -36,7 +36,7 @@ def test_what_is_saved_loads_back_and_loads_as_a_plain_gpt2(loaded, tmp_path):
         assert torch.equal(tensor, again.state_dict()[name]), name
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert type(plain) is GPT2LMHeadModel
-    assert torch.allclose(plain(IDS).logits, model(IDS).logits, atol=1e-6)
+    assert torch.allclose(plain(IDS).logits, model(IDS).logits, atol=1e-5)
     assert pipeline("text-generation", str(tmp_path))("好", max_new_tokens=2)[0]["generated_text"]
 
 
