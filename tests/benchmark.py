@@ -23,7 +23,6 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not tests/: the program's modules lie beside it
@@ -182,67 +181,59 @@ def measure_article(config, n_samples):
 # ------------------------------------------------------------------------------------ (b) the floor
 
 
-def linear_layers(module):
-    """Counts of the (in, out) shapes of a module's linear layers (GPT-2 calls its own Conv1D)."""
-    shapes = Counter()
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear):
-            shapes[layer.in_features, layer.out_features] += 1
-        elif type(layer).__name__ == "Conv1D":
-            shapes[layer.nx, layer.nf] += 1
-    return shapes
-
-
 def needed_products(trainer):
     """Every matrix product that one iteration cannot do without -> Counter of (batch, m, k, n).
 
-    Padding is not needed, and neither is a language model head on the openings, a second look at
-    the same opening in the rollout, or a position after the last token that predicts nothing.
+    Padding is not needed, and neither is the language model head on the openings, a second look at
+    an opening in the rollout, or a look at the last token, which predicts nothing.
     """
     import rlhf_sentiment
+    from transformers import AutoConfig
 
-    config, batch, model = trainer.config, trainer.last_batch, trainer.model
+    config, batch, gpt2 = trainer.config, trainer.last_batch, trainer.model.config
+    bert = AutoConfig.from_pretrained(config["reward_model_name"])
+    n_rows, width = len(batch["mask"]), gpt2.n_embd
+    response = round(batch["mask"].sum().item() / n_rows)  # mean lengths, in tokens
+    query = round(batch["attention_mask"].sum().item() / n_rows) - response
+    length = query + response
+    # {(in, out): how often} of the linear layers
+    body = {(width, 3 * width): gpt2.n_layer, (width, width): gpt2.n_layer,
+            (width, 4 * width): gpt2.n_layer, (4 * width, width): gpt2.n_layer}  # fmt: skip
+    head = {(width, gpt2.vocab_size): 1}
     products = Counter()
-    n_rows, gen_len = batch["mask"].shape
-    query_length = round((batch["attention_mask"].sum() / n_rows - batch["mask"].sum() / n_rows).item())
-    response_length = round((batch["mask"].sum() / n_rows).item())
-    length = query_length + response_length
-    head = {(model.config.n_embd, model.config.vocab_size): 1}
-    body, n_layer, n_head = linear_layers(model.transformer), model.config.n_layer, model.config.n_head
-    size = model.config.n_embd // n_head
 
-    def add(layers, n_tokens, times, backward=False):
+    def add_layers(layers, n_tokens, times, backward=False):
         for (k, n), count in layers.items():
             products[1, n_tokens, k, n] += times * count
             if backward:
                 products[1, n_tokens, n, k] += times * count  # gradient of the input
                 products[1, k, n_tokens, n] += times * count  # gradient of the weight
 
-    def add_attention(rows, queries, keys, times, heads=n_head, layers=n_layer, size=size):
-        products[rows * heads, queries, size, keys] += times * layers
-        products[rows * heads, queries, keys, size] += times * layers
+    def add_attention(n_heads, queries, keys, size, times):
+        products[n_heads, queries, size, keys] += times  # scores
+        products[n_heads, queries, keys, size] += times  # weighted values
 
-    # rollout: each distinct opening once, then one token of every row after the other
-    add(body, query_length * len(rlhf_sentiment.prompts), 1)
-    add(body, n_rows, response_length - 1)
-    add(head, n_rows, response_length)
-    for t in range(1, response_length):
-        add_attention(n_rows, 1, query_length + t, 1)
-    # score: [CLS] + text + [SEP], and the pooler and classifier on [CLS] only
-    import transformers
-
-    judge = transformers.AutoModelForSequenceClassification.from_pretrained(config["reward_model_name"])
-    sizes = judge.config
-    heads = sizes.num_attention_heads
-    add(linear_layers(judge.base_model.encoder), n_rows * (length + 1), 1)
-    add_attention(n_rows, length + 1, length + 1, 1, heads, sizes.num_hidden_layers, sizes.hidden_size // heads)
+    # rollout: each distinct opening once, then every row token by token
+    size = width // gpt2.n_head
+    add_layers(body, query * len(rlhf_sentiment.prompts), 1)
+    add_layers(body, n_rows, response - 1)
+    add_layers(head, n_rows, response)
+    for t in range(1, response):
+        add_attention(n_rows * gpt2.n_head, 1, query + t, size, gpt2.n_layer)
+    # score: [CLS] + text + [SEP]
+    width, depth, n_heads = bert.hidden_size, bert.num_hidden_layers, bert.num_attention_heads
+    layers = {(width, width): 4 * depth, (width, bert.intermediate_size): depth,
+              (bert.intermediate_size, width): depth}  # fmt: skip
+    add_layers(layers, n_rows * (length + 1), 1)
+    add_attention(n_rows * n_heads, length + 1, length + 1, width // n_heads, depth)
     # old pass: policy and reference; update: ppo_epochs times forward and backward
     rows = min(config["minibatch_size"], n_rows)
-    for times, backward in ((2, False), (config["ppo_epochs"], True)):
-        times = times * n_rows // rows
-        add(body, rows * (length - 1), times, backward)
-        add(head, rows * response_length, times, backward)
-        add_attention(rows, length - 1, length - 1, times * (3 if backward else 1))
+    for passes, backward in ((2, False), (config["ppo_epochs"], True)):
+        times = passes * n_rows // rows
+        add_layers(body, rows * (length - 1), times, backward)
+        add_layers(head, rows * response, times, backward)
+        both = 3 if backward else 1
+        add_attention(rows * gpt2.n_head, length - 1, length - 1, size, both * times * gpt2.n_layer)
     return products
 
 
@@ -251,13 +242,11 @@ def measure_floor(trainer):
     from ppo import mixed_precision
 
     device, total = trainer.model.device, 0.0
-    fast = mixed_precision(device, trainer.config["dtype"])._enabled
-    dtype = torch.bfloat16 if fast else torch.float32
+    with mixed_precision(device, trainer.config["dtype"]):
+        dtype = torch.bfloat16 if torch.is_autocast_enabled(device.type) else torch.float32
     for (batch, m, k, n), count in needed_products(trainer).items():
-        shape = (m, k), (k, n)
-        if batch > 1:
-            shape = (batch, m, k), (batch, k, n)
-        left, right = (torch.randn(s, device=device, dtype=dtype) for s in shape)
+        left = torch.randn(*[batch] * (batch > 1), m, k, device=device, dtype=dtype)
+        right = torch.randn(*[batch] * (batch > 1), k, n, device=device, dtype=dtype)
         total += count * clock(lambda: left @ right, repeats=9)
     return total
 
@@ -277,23 +266,26 @@ def measure_trl(config, iterations):
                         for _ in range(2))  # fmt: skip
     settings = PPOConfig(
         batch_size=config["batch_size"], mini_batch_size=config["minibatch_size"],
-        ppo_epochs=config["ppo_epochs"], learning_rate=1.41e-5, whiten_rewards=False,
+        ppo_epochs=config["ppo_epochs"], learning_rate=1.41e-5,
     )  # fmt: skip
     trainer = PPOTrainer(settings, model, reference, tokenizer)
-    names = config["reward_model_name"]
-    sentiment_pipe = pipeline("sentiment-analysis", names, tokenizer=AutoTokenizer.from_pretrained(names), device=device)
+    name = config["reward_model_name"]
+    words = AutoTokenizer.from_pretrained(name)
+    sentiment_pipe = pipeline("sentiment-analysis", name, tokenizer=words, device=device)
 
     def one_iteration():
         prompts = [random.choice(config["prompts"]) for _ in range(config["batch_size"])]
-        queries = [torch.tensor(tokenizer.encode(p)[:-1]) for p in prompts]
+        queries = [torch.tensor(tokenizer.encode(prompt)[:-1]) for prompt in prompts]
         responses = trainer.generate(
-            queries, batch_size=config["batch_size"], return_prompt=False, max_new_tokens=config["gen_len"],
-            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.sep_token_id, **SAMPLING,
+            queries, batch_size=config["batch_size"], return_prompt=False,
+            max_new_tokens=config["gen_len"], pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.sep_token_id, **SAMPLING,
         )  # fmt: skip
-        texts = [p + tokenizer.decode(r, skip_special_tokens=True).replace(" ", "") for p, r in zip(prompts, responses)]
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        texts = [prompt + text.replace(" ", "") for prompt, text in zip(prompts, texts)]
         outputs = sentiment_pipe(texts, top_k=None, batch_size=64)
-        scores = [torch.tensor(next(o["score"] for o in output if o["label"].startswith("pos"))) for output in outputs]
-        trainer.step(queries, responses, scores)
+        scores = [{o["label"][:3]: o["score"] for o in output}["pos"] for output in outputs]
+        trainer.step(queries, responses, [torch.tensor(score) for score in scores])
 
     one_iteration()  # warms up
     return config["batch_size"] / statistics.median(clock(one_iteration) for _ in range(iterations))
@@ -321,52 +313,55 @@ def sweep(config):
         work = {**config, **change}
         result = ask(sys.executable, "--child", "program", "--config", json.dumps(work))
         seconds = result["phases"]["total"]
-        print(f"{work['batch_size']:10d} {work['minibatch_size']:15d} {work['gen_len']:8d} {seconds:12.2f} "
-              f"{1000 * seconds / work['batch_size']:12.1f} {result['peak']:9.2f}", flush=True)  # fmt: skip
+        sizes = f"{work['batch_size']:10d} {work['minibatch_size']:15d} {work['gen_len']:8d}"
+        each = 1000 * seconds / work["batch_size"]
+        print(f"{sizes} {seconds:12.2f} {each:12.1f} {result['peak']:9.2f}", flush=True)
 
 
 def report(config, options):
     """Measure every side and print the table and the `name value` lines."""
     phases, ours, tokens, trainer = measure_program(config, options.iterations)
-    peak = peak_memory_gib()
-    print(f"{'phase':10} seconds per iteration of {config['batch_size']} responses")
+    batch, peak = trainer.last_batch, peak_memory_gib()
+    print(f"torch {torch.__version__} on {trainer.model.device}, {torch.get_num_threads()} threads")
+    print(f"seconds for an iteration of {config['batch_size']} responses (median):")
     for name, seconds in phases.items():
-        print(f"{name:10} {seconds:8.3f}", flush=True)
-    error, kl = logprob_error(trainer), abs((trainer.last_batch["logprobs"] - trainer.last_batch["ref_logprobs"]).mean().item())
+        print(f"{name:>10} {seconds:8.3f}", flush=True)
     floor = measure_floor(trainer)
-    del trainer
     results = {
         "responses_per_second": ours,
         "tokens_per_second": tokens,
         "floor_seconds": floor,
-        "logprob_error_per_token": error,
-        "kl_per_token": kl,
         "ratio_floor": phases["total"] / floor,
         "peak_memory_gib": peak,
+        "logprob_error_per_token": logprob_error(trainer),
+        "kl_per_token": ((batch["logprobs"] - batch["ref_logprobs"]) * batch["mask"]).mean().item(),
     }
+    del trainer, batch
     results["ratio_article"] = ours / measure_article(config, options.article_samples)
     if options.trl:
         import rlhf_sentiment
 
         work = json.dumps({**config, "prompts": rlhf_sentiment.prompts})
-        trl = ask(options.trl, "--child", "trl", "--config", work, "--iterations", str(options.iterations))
-        results["trl_responses_per_second"] = trl["responses_per_second"]
-        results["ratio_trl"] = ours / trl["responses_per_second"]
-        slow, *_ = measure_program({**config, "dtype": "fp32"}, 1)[1:]
-        results["ratio_trl_fp32"] = slow / trl["responses_per_second"]
+        times = "--iterations", str(options.iterations)
+        trl = ask(options.trl, "--child", "trl", "--config", work, *times)["responses_per_second"]
+        slow = measure_program({**config, "dtype": "fp32"}, 1)[1]
+        results |= {"ratio_trl": ours / trl, "ratio_trl_fp32": slow / trl}  # TRL's is fp32
     for name, value in results.items():
         print(name, f"{value:.4g}")
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys of the program")
-    parser.add_argument("--iterations", type=int, default=3, help="measured, after one that warms up (3)")
-    parser.add_argument("--article-samples", type=int, default=4, help="responses of the article's loop (4)")
-    parser.add_argument("--trl", metavar="PYTHON", help="an interpreter with trl==0.11.4")
-    parser.add_argument("--sweep", action="store_true", help="vary batch_size, minibatch_size, gen_len")
-    parser.add_argument("--child", choices=("program", "trl"), help=argparse.SUPPRESS)
-    parser.add_argument("--config", type=json.loads, help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="key=value", help="config keys of the program")
+    add("--iterations", type=int, default=3, help="measured, after one that warms up (3)")
+    add("--article-samples", type=int, default=4, help="responses of the article's loop (4)")
+    add("--trl", metavar="PYTHON", help="an interpreter that has trl==0.11.4")
+    add("--sweep", action="store_true", help="vary batch_size, minibatch_size and gen_len instead")
+    add("--child", choices=("program", "trl"), help=argparse.SUPPRESS)
+    add("--config", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -16,7 +16,10 @@ def pytest_addoption(parser):
 
 
 CHARACTERS = sorted(
-    set("".join(rlhf_sentiment.prompts + rlhf_sentiment.held_out_prompts) + "好差不喜欢失望物流快慢。！“”")
+    set(
+        "".join(rlhf_sentiment.prompts + rlhf_sentiment.held_out_prompts)
+        + "好差不喜欢失望物流快慢。！“”"
+    )
 )
 WORDS = ["very", "good", "##s", "iphone", "7", "!", ".", "[unused1]"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *CHARACTERS, *WORDS]

@@ -13,7 +13,9 @@ def samples_of(scores, kls, responses):
 
 def test_means_and_errors_are_those_of_a_stratified_sample():
     # two openings, two samples each; only the spread within an opening is chance
-    samples = samples_of([0.0, 1.0, 0.4, 0.6], [1.0, 1.0, 3.0, 5.0], [[5, 6, 3], [5, 6], [7], [7, 3]])
+    samples = samples_of(
+        [0.0, 1.0, 0.4, 0.6], [1.0, 1.0, 3.0, 5.0], [[5, 6, 3], [5, 6], [7], [7, 3]]
+    )
     summary = summarize(samples, n=2, kl_coef=0.1, end_id=3)
     assert summary["score"] == pytest.approx(0.5)
     assert summary["score_se"] == pytest.approx(((0.5 + 0.02) / 2 / 4) ** 0.5)
@@ -36,7 +38,9 @@ def test_the_share_is_1_for_the_best_policy_and_0_for_the_reference():
     before = summarize(samples_of(scores, [0.0] * 4, [[3]] * 4), 4, kl_coef, 3)
     same = compare("pool", dict(before), dict(before), kl_coef)
     assert same["ceiling"]["share"] == pytest.approx(0.0)
-    best = compare("pool", dict(before), {**before, "objective": same["ceiling"]["objective"]}, kl_coef)
+    best = compare(
+        "pool", dict(before), {**before, "objective": same["ceiling"]["objective"]}, kl_coef
+    )
     assert best["ceiling"]["share"] == pytest.approx(1.0)
     assert best["ceiling"]["score"] >= best["before"]["score"]
 

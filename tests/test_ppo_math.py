@@ -32,7 +32,9 @@ def test_logprobs_are_the_log_of_the_softmax_at_the_label():
     # probabilities 1/4, 1/4, 1/2 from logits 0, 0, log 2
     logits = torch.tensor([[[0.0, 0.0, math.log(2)]]])
     for label, probability in enumerate((0.25, 0.25, 0.5)):
-        assert close(logprobs_from_logits(logits, torch.tensor([[label]])), [[math.log(probability)]])
+        assert close(
+            logprobs_from_logits(logits, torch.tensor([[label]])), [[math.log(probability)]]
+        )
 
 
 def test_logprobs_of_half_precision_logits_are_computed_in_float32():
@@ -60,7 +62,9 @@ def test_whitening_gives_mean_0_and_variance_1_over_the_whole_batch():
 
 
 def test_whitening_one_token_gives_0_and_not_nan():
-    assert close(masked_whiten(torch.tensor([[7.0, RUBBISH]]), torch.tensor([[1.0, 0.0]])), [[0.0, 0.0]])
+    assert close(
+        masked_whiten(torch.tensor([[7.0, RUBBISH]]), torch.tensor([[1.0, 0.0]])), [[0.0, 0.0]]
+    )
 
 
 def test_the_score_lands_on_the_last_real_token_and_the_kl_penalty_on_every_one():
@@ -105,7 +109,9 @@ def loss_of_one_token(ratio, advantage, value=0.0, target=0.0):
     """Loss, stats and d loss / d logprob of a single token."""
     logprob = torch.tensor([[math.log(ratio)]], requires_grad=True)
     one = torch.ones(1, 1)
-    loss, stats = ppo_loss(logprob, one * value, one * 0, one * advantage, one * target, one, 0.2, 0.1)
+    loss, stats = ppo_loss(
+        logprob, one * value, one * 0, one * advantage, one * target, one, 0.2, 0.1
+    )
     loss.backward()
     return loss.item(), stats, logprob.grad.item()
 
@@ -155,7 +161,12 @@ def test_padding_changes_neither_loss_nor_gradient(dtype):
         loss.backward()
         real = mask.bool()
         assert torch.isfinite(logprobs.grad).all() and (logprobs.grad[~real] == 0).all()
-        return loss.detach(), logprobs.grad[real], values.grad[real], torch.stack(list(stats.values()))
+        return (
+            loss.detach(),
+            logprobs.grad[real],
+            values.grad[real],
+            torch.stack(list(stats.values())),
+        )
 
     for narrow, wide in zip(gradients(3, 1.0), gradients(7, 9e9)):
         assert close(narrow, wide)

@@ -19,7 +19,11 @@ def test_every_dial_is_in_the_table_with_its_start_value():
     for keys, start in rows:
         for name in re.findall(r"`(\w+)`", keys):
             value = rlhf_sentiment.config[name]
-            assert eval(start.strip().strip("`")) == value if not isinstance(value, str) else value in start
+            assert (
+                eval(start.strip().strip("`")) == value
+                if not isinstance(value, str)
+                else value in start
+            )
 
 
 def test_the_chinese_part_has_every_dial_too():
@@ -48,7 +52,10 @@ def test_the_two_commands_are_in_both_languages():
 def test_the_token_table_adds_up():
     table = README.split("```text\n  logprobs")[1].split("```")[0].splitlines()[1:]
     names = "logprobs reference kl rewards values advantage returns whitened".split()
-    rows = [dict(zip(names, map(float, line.split()))) for line in (" ".join(line.split()[:8]) for line in table)]
+    rows = [
+        dict(zip(names, map(float, line.split())))
+        for line in (" ".join(line.split()[:8]) for line in table)
+    ]
     kl_coef, rounding = rlhf_sentiment.config["kl_coef"], 0.0011
     for t, row in enumerate(rows):
         assert row["kl"] == pytest.approx(row["logprobs"] - row["reference"], abs=2 * rounding)
@@ -63,7 +70,9 @@ def test_the_token_table_adds_up():
     scale = (high["whitened"] - low["whitened"]) / (high["advantage"] - low["advantage"])
     for row in rows:
         expected = low["whitened"] + scale * (row["advantage"] - low["advantage"])
-        assert scale > 0 and row["whitened"] == pytest.approx(expected, abs=rounding * (2 + 2 * scale))
+        assert scale > 0 and row["whitened"] == pytest.approx(
+            expected, abs=rounding * (2 + 2 * scale)
+        )
 
 
 def test_the_share_in_the_report_follows_from_its_rows():
@@ -77,9 +86,7 @@ def test_the_share_in_the_report_follows_from_its_rows():
 @pytest.mark.parametrize("heading", ["Use PPOTrainer alone", "Use a trained checkpoint"])
 def test_the_snippets_run(heading, hub, tmp_path, monkeypatch, capsys):
     code = README.split(f"## {heading}")[1].split("```python\n")[1].split("```")[0]
-    monkeypatch.setattr(
-        rlhf_sentiment, "config", {**rlhf_sentiment.config, **hub, "lr": 1e-5}
-    )
+    monkeypatch.setattr(rlhf_sentiment, "config", {**rlhf_sentiment.config, **hub, "lr": 1e-5})
     code = code.replace("runs/<folder>/checkpoint-157", hub["model_name"])
     exec(compile(code, heading, "exec"), {})
     printed = capsys.readouterr().out

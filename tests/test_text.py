@@ -59,7 +59,9 @@ def test_the_sampler_is_the_policy_itself(loaded):
     model, _, tokenizer, _ = loaded
     model.generation_config.update(top_k=3, top_p=0.5, temperature=0.1, repetition_penalty=1.0)
     with torch.no_grad():
-        model.lm_head.weight.mul_(0.1)  # nearly even chances: a top-50 of 68 would cut a quarter off
+        model.lm_head.weight.mul_(
+            0.1
+        )  # nearly even chances: a top-50 of 68 would cut a quarter off
     query = encode_prompts(tokenizer, prompts[:1])[0]
     expected = model(query.unsqueeze(0)).logits[0, -1].softmax(-1)
     torch.manual_seed(0)
@@ -73,7 +75,9 @@ def test_decoded_text_is_as_a_person_would_write_it(loaded):
     tokenizer = loaded[2]
 
     def decode(*tokens):
-        return decode_responses(tokenizer, [torch.tensor(tokenizer.convert_tokens_to_ids(tokens))])[0]
+        return decode_responses(tokenizer, [torch.tensor(tokenizer.convert_tokens_to_ids(tokens))])[
+            0
+        ]
 
     assert decode("很", "好", "。", "[SEP]") == "很好。"
     assert decode("very", "good", "[SEP]") == "very good"

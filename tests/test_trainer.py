@@ -39,7 +39,9 @@ def test_every_response_token_gets_its_own_logprob_and_the_value_before_it(train
             place = len(query) + t - 1  # this place predicts the token that follows it
             logprob = logits[0, place].log_softmax(-1)[token]
             assert batch["logprobs"][row, t].item() == pytest.approx(logprob.item(), abs=1e-5)
-            assert batch["values"][row, t].item() == pytest.approx(values[0, place].item(), abs=1e-5)
+            assert batch["values"][row, t].item() == pytest.approx(
+                values[0, place].item(), abs=1e-5
+            )
         assert batch["mask"][row].tolist() == [1.0] * len(response) + [0.0] * (5 - len(response))
 
 

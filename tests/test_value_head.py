@@ -12,7 +12,9 @@ IDS = torch.tensor([[2, 10, 11, 12, 13], [2, 20, 21, 22, 23]])
 
 def test_a_plain_checkpoint_loads_with_unchanged_logits_and_a_value_of_0(hub):
     plain = GPT2LMHeadModel.from_pretrained(hub["model_name"]).eval()
-    model, info = GPT2HeadWithValueModel.from_pretrained(hub["model_name"], output_loading_info=True)
+    model, info = GPT2HeadWithValueModel.from_pretrained(
+        hub["model_name"], output_loading_info=True
+    )
     logits, values = model.eval().logits_and_values(IDS, torch.ones_like(IDS))
     assert set(info["missing_keys"]) == {"v_head.summary.weight", "v_head.summary.bias"}
     assert torch.equal(logits, plain(IDS).logits)
