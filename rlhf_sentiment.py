@@ -113,6 +113,8 @@ def load_models(config):
         words = AutoTokenizer.from_pretrained(names[1])
         check_vocabulary(words, judge.config)
         sentiment_pipe = pipeline("sentiment-analysis", judge, tokenizer=words, device=model.device)
+    longest = min(judge.config.max_position_embeddings, words.model_max_length)
+    check_prompts(words, longest - 1, config["gen_len"])  # less one for its closing [SEP]
     rewarded_label(sentiment_pipe, config["reward_label"])
     return model, ref_model, tokenizer, sentiment_pipe
 
@@ -227,10 +229,12 @@ def main(config):
             set_seed(hash((config["seed"], iteration)) % 2**32)
             row, texts, scores = train_one_iteration(trainer, tokenizer, sentiment_pipe)
             bar.set_postfix(score=f"{row['score_mean']:.3f}", kl=f"{row['kl']:.2f}", refresh=False)
-            run.log(row, texts, scores)
-            if stop or iteration == last or iteration % config["save_freq"] == 0:
-                run.save_checkpoint()
-            if stop and iteration < last:
+            with one_line(f"{run.path} could not be written to (REASON). What was saved before is "
+                          f"whole: make room, then {run.resume_command}"):  # fmt: skip
+                run.log(row, texts, scores)
+                if stop or iteration == last or iteration % config["save_freq"] == 0:
+                    run.save_checkpoint()
+            if stop:
                 tqdm.write(f"to continue: {run.resume_command}")
                 raise SystemExit(128 + stop[0])
 
@@ -316,24 +320,27 @@ class RunFolder:
 
     def __init__(self, config, trainer, tokenizer):
         self.config, self.trainer, self.tokenizer = config, trainer, tokenizer
-        self.before, self.kls = None, []  # evaluation before training, KLs of the last iterations
+        self.before, self.recent = None, []  # the evaluation before training; see watch()
         self.write_once = functools.cache(tqdm.write)
         stamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() % 10**9:09}"
         self.path = Path(config["resume"] or Path(config["save_dir"], stamp))
         with one_line(f"no run folder can be made in save_dir={config['save_dir']!r}: REASON"):
             self.path.mkdir(parents=True, exist_ok=bool(config["resume"]))
         self.resume_command = f"python rlhf_sentiment.py {shlex.quote(f'resume={self.path}')}"
+        shutil.rmtree(self.path / "incomplete", ignore_errors=True)  # where a save was cut short
         checkpoints = self.checkpoints()
+        logged = self.restore(checkpoints[-1]) if checkpoints else dict.fromkeys(LOGS, 0)
         # weights and Adam's two moments, in two checkpoints and the one that is being written
         needed = (3 - len(checkpoints)) * 12 * sum(p.numel() for p in trainer.model.parameters())
-        free = shutil.disk_usage(self.path).free
-        require(needed < free, f"{self.path}: checkpoints need {needed:,} bytes, {free:,} are free")
-        logged = self.restore(checkpoints[-1]) if checkpoints else dict.fromkeys(LOGS, 0)
-        (self.path / "evaluation.json").unlink(missing_ok=True)  # a finished run that now grows
-        write_json(self.path / "config.json", {**config, "resume": None})
+        free, done = shutil.disk_usage(self.path).free, trainer.iteration == config["iterations"]
+        require(done or needed < free, f"{self.path}: checkpoints need {needed:,} bytes, {free:,} "
+                "are free")  # fmt: skip
         for name, size in logged.items():  # what was logged after that checkpoint will come again
             with open(self.path / name, "ab") as file:
-                file.truncate(min(size, file.tell()))
+                require(file.tell() >= size, f"{self.path / name} has lost lines: start a new run")
+                file.truncate(size)
+        (self.path / "evaluation.json").unlink(missing_ok=True)  # a finished run that now grows
+        write_json(self.path / "config.json", {**config, "resume": None})
         tqdm.write(f"iterations {trainer.iteration + 1} to {config['iterations']} of "
                    f"{config['batch_size']} responses, on {trainer.model.device}, in {self.path}")
         tqdm.write(HEADER)
@@ -358,14 +365,15 @@ class RunFolder:
     def watch(self, row):
         """Say once, in plain words, what looks wrong although the program runs on."""
         batch = self.trainer.last_batch
-        ends = (batch["labels"] == self.tokenizer.sep_token_id) & (batch["mask"] > 0)
-        self.kls = [*self.kls[-4:], sequence_kl(batch)]
-        kls = torch.cat(self.kls)
-        if len(self.kls) == 5 and kls.mean() < -4 * kls.std() / len(kls) ** 0.5:
+        ended = ((batch["labels"] == self.tokenizer.sep_token_id) & (batch["mask"] > 0)).any(1)
+        self.recent = [*self.recent[-4:], torch.stack([sequence_kl(batch), ended])]
+        kls, ended = torch.cat(self.recent, 1)
+        enough = len(self.recent) == 5 and len(kls) > 100
+        if enough and kls.mean() < -4 * kls.std() / len(kls) ** 0.5:
             self.write_once("warning: KL clearly negative: what samples is not what is scored")
-        if row["distinct"] < 0.1:
+        if row["distinct"] < 0.1 and self.config["gen_len"] > 4:
             self.write_once("warning: nearly all responses are alike: raise kl_coef or lower lr")
-        if not ends.any() and self.before["pool"]["ended"] * len(ends) > 10:
+        if enough and not ended.any() and self.before["pool"]["ended"] > 0.1:
             self.write_once("warning: no response ends as they did before: raise kl_coef")
 
     def checkpoints(self):
@@ -376,20 +384,18 @@ class RunFolder:
     def save_checkpoint(self):
         """Write everything under a temporary name, then rename; keep the newest two."""
         trainer, incomplete = self.trainer, self.path / "incomplete"
-        shutil.rmtree(incomplete, ignore_errors=True)
         state = {
             "iteration": trainer.iteration, "kl_coef": trainer.kl_controller.value,
             "optimizer": trainer.optimizer.state_dict(), "before": self.before,
+            "prompts": [prompts, held_out_prompts],
             "logged": {name: (self.path / name).stat().st_size for name in LOGS}}  # fmt: skip
-        with one_line("the checkpoint could not be written (REASON); what was saved before is "
-                      f"whole; make room, then: {self.resume_command}"):  # fmt: skip
-            trainer.model.save_pretrained(incomplete)
-            self.tokenizer.save_pretrained(incomplete)
-            torch.save(state, incomplete / "trainer_state.pt")
-            for file in incomplete.iterdir():
-                with open(file, "rb+") as opened:
-                    os.fsync(opened)
-            incomplete.rename(self.path / f"checkpoint-{trainer.iteration}")
+        trainer.model.save_pretrained(incomplete)
+        self.tokenizer.save_pretrained(incomplete)
+        torch.save(state, incomplete / "trainer_state.pt")
+        for file in incomplete.iterdir():
+            with open(file, "rb+") as opened:
+                os.fsync(opened)
+        incomplete.rename(self.path / f"checkpoint-{trainer.iteration}")
         for old in self.checkpoints()[:-2]:
             shutil.rmtree(old.rename(incomplete))  # half deleted it must not look complete
 
@@ -399,9 +405,11 @@ class RunFolder:
         The reference stays the base model: a leash tied to a checkpoint would move along.
         """
         file = checkpoint / "trainer_state.pt"
-        with one_line(f"{checkpoint} is damaged (REASON); delete it to resume from the one before"):
+        with one_line(f"{checkpoint} is damaged: delete it to resume from before it (REASON)"):
             state = torch.load(file, map_location="cpu", weights_only=True)
             self.trainer.model.load_state_dict(load_gpt2(checkpoint)[0].state_dict())
+        require(state["prompts"] == [prompts, held_out_prompts],
+                f"the run in {self.path} was begun with other prompts: {state['prompts']}")
         self.trainer.optimizer.load_state_dict(state["optimizer"])
         self.trainer.iteration, self.before = state["iteration"], state["before"]
         self.trainer.kl_controller.value = state["kl_coef"]
@@ -483,13 +491,13 @@ def one_line(message):
         raise ConfigError(message.replace("REASON", reason)) from error
 
 
-def number(x):
-    return isinstance(x, (int, float)) and type(x) is not bool and abs(x) < 1e30
+def number(x):  # neither a bool, nor nan, nor what float32 or int64 cannot hold
+    return type(x) in (int, float) and (x == 0 or 1e-30 < abs(x) < 1e18)
 
 
 RULES = {  # config keys: what is right for them, and the test for it
     "iterations batch_size gen_len ppo_epochs minibatch_size save_freq eval_samples":
-        ("a whole number, at least 1", lambda x: type(x) is int and x >= 1),
+        ("a whole number, at least 1", lambda x: type(x) is int and 1 <= x < 2**31),
     "explain seed": ("a whole number below 2**32", lambda x: type(x) is int and 0 <= x < 2**32),
     "kl_coef vf_coef": ("a number, at least 0", lambda x: number(x) and x >= 0),
     "max_grad_norm kl_horizon cliprange": ("a number above 0", lambda x: number(x) and x > 0),
@@ -501,17 +509,22 @@ RULES = {  # config keys: what is right for them, and the test for it
     "dtype": ("auto, fp32 or bf16", lambda x: x in ("auto", "fp32", "bf16"))}  # fmt: skip
 
 
+def check_values(values):
+    """`values`, a complete config, if each by itself is right."""
+    for keys, (right, test) in RULES.items():
+        for key in keys.split():
+            require(test(values[key]), f"{key}={values[key]!r}: it should be {right}")
+    return values
+
+
 def check_config(given):
     """-> the complete config: `given` over the start values, or over those of the run to resume."""
     for key in given:
-        near = difflib.get_close_matches(str(key), config, 1) or config
+        near = difflib.get_close_matches(str(key).lower(), config, 1) or config
         require(key in config, f"unknown config key {key!r}; known is: {', '.join(near)}")
     if len(given) == len(config):  # a full copy: what is meant is what was changed in it
         given = {key: value for key, value in given.items() if value != config[key]}
-    full = config | given
-    for keys, (right, test) in RULES.items():
-        for key in keys.split():
-            require(test(full[key]), f"{key}={full[key]!r}: it should be {right}")
+    full = check_values(config | given)
     if full["resume"]:
         full = stored_config(Path(full["resume"]), given) | given | {"resume": full["resume"]}
     elif full["offline"]:
@@ -531,10 +544,11 @@ def check_config(given):
 def stored_config(folder, given):
     """The config of the run in `folder`, if `given` changes only what a resumed run may change."""
     stored, free = {}, ("resume", "iterations", "save_freq", "device", "explain")
-    with suppress(OSError, ValueError):  # a file that is not there, or is not whole
-        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, TypeError):  # a file that is not there, or is not whole
+        stored = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     require(stored.keys() == config.keys(), f"resume={str(folder)!r} is no run folder: it has no "
             "config.json of a run (name the run's own folder, not a checkpoint in it)")
+    check_values(stored)
     refused = [key for key, value in given.items() if value != stored[key] and key not in free]
     refused = ", ".join(f"{key}={given[key]!r} for {stored[key]!r}" for key in refused)
     require(not refused, f"a resumed run keeps its settings; refused are {refused}")
@@ -569,17 +583,20 @@ def loading(key, name):
 
 def check_prompts(tokenizer, n_positions, gen_len):
     """Every prompt must be a text that the model can read, with room for the response."""
-    require(prompts and held_out_prompts, "prompts and held_out_prompts should not be empty")
-    openings = [*prompts, *held_out_prompts]
-    for opening, ids in zip(openings, encode_prompts(tokenizer, openings)):
+    for name, pool in (("prompts", prompts), ("held_out_prompts", held_out_prompts)):
+        right = isinstance(pool, list) and pool and all(isinstance(text, str) for text in pool)
+        require(right, f"{name} should be a list of at least one text")
+    openings = prompts + held_out_prompts
+    encoded = encode_prompts(tokenizer, openings)
+    for opening, ids in zip(openings, encoded):
         n, unknown = len(ids) - 1, (ids == tokenizer.unk_token_id).sum().item()
         note = f"prompt {opening!r}: {unknown} of its {n} tokens are unknown to the vocabulary"
         require(2 * unknown < n, f"{note}; it should be a text that the model can read")
         if unknown:
             tqdm.write(f"warning: {note}")
-        room = n_positions - len(ids)
-        require(gen_len <= room, f"gen_len={gen_len}: prompt {opening!r} leaves room for {room} "
-                f"tokens in the model's {n_positions} positions; it should be at most that")
+    longest, opening = max(zip(map(len, encoded), openings))
+    require(gen_len + longest <= n_positions, f"gen_len={gen_len}: prompt {opening!r} leaves room "
+            f"for {n_positions - longest} tokens in a model of {n_positions} positions")
 
 
 def rewarded_label(sentiment_pipe, reward_label):

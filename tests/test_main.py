@@ -136,7 +136,11 @@ BAD_CONFIGS = [
     ({"lr": "1e-5x"}, "lr='1e-5x'.*number"),
     ({"lr": 1e30}, r"lr=1e\+30.*0 to 1"),
     ({"value_lr": 2}, "value_lr=2.*0 to 1"),
+    ({"LR": 1}, "'LR'; known is: lr$"),
+    ({"minibatch_size": 10**19}, "minibatch_size=10+: .*whole number"),
     ({"kl_coef": None}, "kl_coef=None.*number"),
+    ({"kl_coef": 1e-310}, "kl_coef=1e-310.*number"),
+    ({"vf_coef": 10**29}, "vf_coef=10+: .*number"),
     ({"kl_target": 0}, "kl_target=0.*None or a number above 0"),
     ({"kl_horizon": 0}, "kl_horizon=0.*above 0"),
     ({"gamma": 1.1}, "gamma=1.1.*0 to 1"),
@@ -209,6 +213,9 @@ BROKEN_MODELS = [
      "reward_model_name.*lacks.*classifier"),
     ("a judge with another vocabulary", lambda g, j: (j / "vocab.txt").write_text("[PAD]\n[UNK]\n"),
      "reward_model_name.*tokenizer has"),
+    ("a judge that reads too little",
+     lambda g, j: edit_json(j / "tokenizer_config.json", model_max_length=12),
+     "gen_len=8: prompt .* leaves room for -?\\d+ tokens in a model of 11 positions"),
     ("a judge with other labels",
      lambda g, j: edit_json(j / "config.json", id2label={"0": "LABEL_0", "1": "LABEL_1"}),
      "reward_label='positive'.*LABEL_0; LABEL_1"),
@@ -226,6 +233,21 @@ def test_a_model_that_does_not_fit_gets_one_clear_line(hub, tmp_path, what, dama
               "save_dir": str(tmp_path / "runs")})  # fmt: skip
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("pool", ["这部电影很", [], ["这部电影很", None], {"这部电影很": 1}])
+def test_prompts_that_are_no_list_of_texts_are_refused(hub, tmp_path, monkeypatch, pool):
+    monkeypatch.setattr(rlhf_sentiment, "held_out_prompts", pool)
+    with pytest.raises(ConfigError, match="held_out_prompts should be a list of at least one text"):
+        run(hub, tmp_path)
+
+
+def test_the_longest_prompt_says_how_long_a_response_may_be(hub, tmp_path):
+    with pytest.raises(ConfigError, match="gen_len=60.*leaves room for 52 tokens") as caught:
+        run(hub, tmp_path, gen_len=60)
+    assert max(rlhf_sentiment.prompts + rlhf_sentiment.held_out_prompts, key=len) in str(caught.value)
+    with pytest.raises(ConfigError, match="room for 51 tokens in a model of 63"):  # the judge's
+        run(hub, tmp_path, gen_len=52)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +336,7 @@ def test_a_full_disk_costs_nothing_that_was_saved_before(finished, hub, tmp_path
 
     monkeypatch.setattr(rlhf_sentiment.PPOTrainer, "step", step_on_a_full_disk)
     try:
-        with pytest.raises(ConfigError, match="could not be written.*make room, then.* resume="):
+        with pytest.raises(ConfigError, match="could not be written to .*make room, then.* resume="):
             run(hub, tmp_path, iterations=12, save_freq=4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -322,6 +344,13 @@ def test_a_full_disk_costs_nothing_that_was_saved_before(finished, hub, tmp_path
     (folder,) = tmp_path.iterdir()
     assert [p.name for p in folder.glob("checkpoint-*")] == ["checkpoint-4"]
     assert_same_end(finished, main({"resume": str(folder)}))
+
+
+def test_what_a_failed_save_left_behind_takes_no_room(hub, tmp_path):
+    folder = Path(run(hub, tmp_path, iterations=1)["run_dir"])
+    (folder / "incomplete").mkdir()
+    main({"resume": str(folder), "iterations": 2})
+    assert not (folder / "incomplete").exists()
 
 
 def test_too_little_room_is_found_before_training(hub, tmp_path, monkeypatch):
@@ -334,14 +363,30 @@ def test_damaged_files_of_a_run_are_named(hub, tmp_path):
     folder = Path(run(hub, tmp_path, iterations=3, save_freq=2)["run_dir"])
     state = folder / "checkpoint-3" / "trainer_state.pt"
     state.write_bytes(state.read_bytes()[:5000])
-    with pytest.raises(ConfigError, match="checkpoint-3 is damaged .*; delete it to resume"):
+    with pytest.raises(ConfigError, match="checkpoint-3 is damaged: delete it to resume"):
         main({"resume": str(folder), "iterations": 4})
     shutil.rmtree(folder / "checkpoint-3")  # as it says
     assert main({"resume": str(folder), "iterations": 4})["after"]
     assert [row["iteration"] for row in metrics(folder)] == ["1", "2", "3", "4"]
-    (folder / "config.json").write_text('{"model_na')
-    with pytest.raises(ConfigError, match="is no run folder"):
-        main({"resume": str(folder)})
+    with pytest.raises(ConfigError, match="metrics.csv has lost lines"):
+        os.truncate(folder / "metrics.csv", 600)
+        main({"resume": str(folder), "iterations": 5})
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for key, value in (("lr", "fast"), ("save_freq", 0), ("iterations", "9")):
+        (folder / "config.json").write_text(json.dumps(stored | {key: value}), encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"{key}={value!r}: it should be"):
+            main({"resume": str(folder)})
+    for text in ('{"model_na', "[]", "null", "3"):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match="is no run folder"):
+            main({"resume": str(folder)})
+
+
+def test_a_resumed_run_keeps_its_prompts(hub, tmp_path, monkeypatch):
+    folder = run(hub, tmp_path, iterations=1)["run_dir"]
+    monkeypatch.setattr(rlhf_sentiment, "prompts", ["这部电影很"])
+    with pytest.raises(ConfigError, match="begun with other prompts: .*刚收到货"):
+        main({"resume": folder, "iterations": 2})
 
 
 def test_a_resumed_run_may_grow_but_not_change(hub, tmp_path, monkeypatch):
@@ -469,7 +514,10 @@ def test_responses_that_are_all_alike_are_reported_once(watch):
     assert "alike" in said[1] and not said[0] and not said[2]
 
 
-def test_responses_that_no_longer_end_are_reported(watch):
-    assert watch([0.1] * 24) == ""
-    assert "no response ends" in watch([0.1] * 24, last_id=9)
-    assert watch([0.1] * 4, last_id=9) == ""  # of four, none may well be chance
+def test_responses_that_no_longer_end_are_reported_once(watch):
+    said = [watch([0.1] * 24, last_id=9) for _ in range(7)]
+    assert "no response ends" in said[4] and not any(said[:4] + said[5:])
+
+
+def test_a_few_responses_are_too_few_to_warn(watch):
+    assert not any(watch([-0.3, -0.31], last_id=9) for _ in range(7))
