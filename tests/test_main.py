@@ -99,6 +99,12 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(hub, tmp_path
     assert metrics(first["run_dir"]) != metrics(other["run_dir"])
 
 
+def test_every_iteration_draws_afresh(hub, tmp_path):
+    folder = run(hub, tmp_path, iterations=2, lr=0, value_lr=0)["run_dir"]  # nothing is learned
+    first, second = metrics(folder)
+    assert first["score_mean"] != second["score_mean"]
+
+
 def test_how_much_is_evaluated_changes_nothing_in_the_training(hub, tmp_path):
     runs = [run(hub, tmp_path, iterations=2, eval_samples=n) for n in (1, 7)]
     assert metrics(runs[0]["run_dir"]) == metrics(runs[1]["run_dir"])
@@ -346,9 +352,15 @@ def test_a_full_disk_costs_nothing_that_was_saved_before(finished, hub, tmp_path
     assert_same_end(finished, main({"resume": str(folder)}))
 
 
-def test_what_a_failed_save_left_behind_takes_no_room(hub, tmp_path):
+def test_what_a_failed_save_left_behind_takes_no_room(hub, tmp_path, monkeypatch):
     folder = Path(run(hub, tmp_path, iterations=1)["run_dir"])
     (folder / "incomplete").mkdir()
+    usage = shutil.disk_usage
+
+    def usage_with_half_a_checkpoint(path):
+        return shutil._ntuple_diskusage(1, 1, 0) if (folder / "incomplete").exists() else usage(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage_with_half_a_checkpoint)
     main({"resume": str(folder), "iterations": 2})
     assert not (folder / "incomplete").exists()
 
