@@ -320,6 +320,8 @@ def sweep(config):
 
 def report(config, options):
     """Measure every side and print the table and the `name value` lines."""
+    from ppo import sequence_kl
+
     phases, ours, tokens, trainer = measure_program(config, options.iterations)
     batch, peak = trainer.last_batch, peak_memory_gib()
     print(f"torch {torch.__version__} on {trainer.model.device}, {torch.get_num_threads()} threads")
@@ -334,7 +336,7 @@ def report(config, options):
         "ratio_floor": phases["total"] / floor,
         "peak_memory_gib": peak,
         "logprob_error_per_token": logprob_error(trainer),
-        "kl_per_token": ((batch["logprobs"] - batch["ref_logprobs"]) * batch["mask"]).mean().item(),
+        "kl_per_token": (sequence_kl(batch).sum() / batch["mask"].sum()).item(),
     }
     del trainer, batch
     results["ratio_article"] = ours / measure_article(config, options.article_samples)
@@ -374,11 +376,15 @@ if __name__ == "__main__":
         phases, *_ = measure_program(options.config, options.iterations)
         print("\n" + json.dumps({"phases": phases, "peak": peak_memory_gib()}))
     else:
-        from rlhf_sentiment import check_config, parse_overrides
+        from rlhf_sentiment import ConfigError, check_config, parse_overrides
 
         with tempfile.TemporaryDirectory() as folder:
-            given = parse_overrides(options.overrides)
-            if "model_name" not in given:
-                given |= write_models(Path(folder))
-            config = check_config({**WORK, "iterations": 10, **given})
+            try:
+                given = {**WORK, "iterations": 10, **parse_overrides(options.overrides)}
+                if "model_name" not in given:
+                    check_config(given)  # before anything takes time
+                    given |= write_models(Path(folder))
+                config = check_config(given)
+            except ConfigError as error:
+                sys.exit(f"error: {error}")
             (sweep(config) if options.sweep else report(config, options))
