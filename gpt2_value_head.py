@@ -14,8 +14,8 @@ class ValueHead(nn.Module):
     """One linear layer from a hidden state to one number, the expected sum of rewards to come.
 
     It starts at zero: before it has learned anything, every state is worth the same, and the first
-    advantages are the rewards themselves. It has no dropout: the value that GAE reads and the value
-    that is trained must be the same function.
+    advantages are nothing but sums of the rewards to come. It has no dropout: the value that GAE
+    reads and the value that is trained must be the same function.
     """
 
     def __init__(self, config):
@@ -46,7 +46,7 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
     def _init_weights(self, module):
         # from_pretrained draws the weights that a checkpoint lacks anew, after __init__: without
         # this the head of a freshly loaded GPT-2 would be random. It is the only layer with one
-        # output. (The initializer passes over modules without weights of their own, as ValueHead.)
+        # output; asking for ValueHead instead would not do, as only layers with weights come here.
         super()._init_weights(module)
         if isinstance(module, nn.Linear) and module.out_features == 1:
             nn.init.zeros_(module.weight)

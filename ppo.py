@@ -125,6 +125,8 @@ def best_possible(scores, kl_coef):
     E[score] - kl_coef * KL(pi || ref) is largest for pi* ~ ref * exp(score / kl_coef) (Korbak et
     al. 2022, arXiv:2205.11275). For each of P openings, with means over its N samples:
 
+        J* - J(pi) = kl_coef * KL(pi || pi*), never below 0
+
         w         = exp(score / kl_coef)
         J*        = kl_coef * log mean(w)
         E*[score] = mean(score * w) / mean(w)
@@ -235,7 +237,9 @@ def collate(queries, responses):
 
 
 def sequence_kl(batch):
-    """KL to the reference of each response of an `old_pass`, in nats, summed over tokens: `(B,)`.
+    """KL to the reference, in nats, summed over the tokens of each response: `(B,)`.
+
+    `batch` is what `PPOTrainer.old_pass` returns.
 
     log pi(y) - log pi_ref(y) of one sample y is an unbiased estimate of KL(pi || pi_ref): on
     average it is positive, on a single response it often is not.
@@ -320,7 +324,7 @@ class PPOTrainer:
 
         Column p predicts the token in column p + 1. So the log-prob of y_t, and the value of the
         state in which y_t was chosen, both stand one place to the left of y_t: columns Q-1 to
-        Q+R-2. The places before and after never see the language model head.
+        Q+R-2. Earlier columns never see the language model head, the last never the model.
         """
         places = slice(-batch["labels"].shape[1], None)
         ids, attention_mask = batch["input_ids"][:, :-1], batch["attention_mask"][:, :-1]

@@ -76,7 +76,7 @@ config = {
     "save_freq": 50,  # iterations between checkpoints; one is always written after the last
     "resume": None,  # a run folder to continue
     "eval_samples": 256,  # responses per opening before and after; more: smaller error bars
-    "explain": 0,  # n: token table of a response every n iterations; 0: first and last only
+    "explain": 0,  # n: token table of a response every n iterations too; 0: only first and last
 }
 
 # The pool: "just got the goods, I feel", "this film is very", "honestly, it is really",
@@ -177,7 +177,7 @@ def rollout(trainer, tokenizer, sentiment_pipe, openings):
         # Judged and logged is what a person would read, with the opening as it was written.
         texts = [o + text for o, text in zip(openings, decode_responses(tokenizer, responses))]
         clock.append(time.perf_counter())
-        scores = score_texts(sentiment_pipe, texts, config["reward_label"])
+        scores = torch.as_tensor(score_texts(sentiment_pipe, texts, config["reward_label"]))
         clock.append(time.perf_counter())
     return queries, responses, texts, scores, clock
 
@@ -303,7 +303,7 @@ def compare(name, before, after, kl_coef):
         tqdm.write(f"PPO reached {ceiling['share']:.0%} of the possible gain in the objective; "
                    f"best of {best['n']}: {best['objective']:.3f}")  # fmt: skip
         if (n := ceiling["effective_samples"]) < 30:
-            tqdm.write(f"share flattered: only {n:.0f} effective samples; raise eval_samples")
+            tqdm.write(f"ceiling too low, share too high: raise eval_samples (effective: {n:.0f})")
     return {"before": before, "after": after, "ceiling": ceiling}
 
 
@@ -370,7 +370,7 @@ class RunFolder:
         kls, ended = torch.cat(self.recent, 1)
         enough = len(self.recent) == 5 and len(kls) > 100
         if enough and kls.mean() < -4 * kls.std() / len(kls) ** 0.5:
-            self.write_once("warning: KL clearly negative: what samples is not what is scored")
+            self.write_once("warning: KL clearly negative: another policy samples than PPO updates")
         if row["distinct"] < 0.1 and self.config["gen_len"] > 4:
             self.write_once("warning: nearly all responses are alike: raise kl_coef or lower lr")
         if enough and not ended.any() and self.before["pool"]["ended"] > 0.1:
@@ -498,7 +498,7 @@ def number(x):  # neither a bool, nor nan, nor what float32 or int64 cannot hold
 RULES = {  # config keys: what is right for them, and the test for it
     "iterations batch_size gen_len ppo_epochs minibatch_size save_freq eval_samples":
         ("a whole number, at least 1", lambda x: type(x) is int and 1 <= x < 2**31),
-    "explain seed": ("a whole number below 2**32", lambda x: type(x) is int and 0 <= x < 2**32),
+    "explain seed": ("a whole number, 0 to 2**32-1", lambda x: type(x) is int and 0 <= x < 2**32),
     "kl_coef vf_coef": ("a number, at least 0", lambda x: number(x) and x >= 0),
     "max_grad_norm kl_horizon cliprange": ("a number above 0", lambda x: number(x) and x > 0),
     "kl_target": ("None or a number above 0", lambda x: x is None or number(x) and x > 0),
@@ -510,7 +510,7 @@ RULES = {  # config keys: what is right for them, and the test for it
 
 
 def check_values(values):
-    """`values`, a complete config, if each by itself is right."""
+    """-> `values`, a complete config, in which each value by itself was found right."""
     for keys, (right, test) in RULES.items():
         for key in keys.split():
             require(test(values[key]), f"{key}={values[key]!r}: it should be {right}")

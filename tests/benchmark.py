@@ -7,7 +7,7 @@
 
 Everything is measured side by side in one run, because a ratio means something on a busy machine
 and a time does not. Without model names both models get random weights: speed does not depend on
-what the weights are. The last lines are `name value` pairs. More in `--help`.
+what the weights are. The last lines are `name value` pairs.
 """
 
 import argparse

@@ -115,6 +115,14 @@ def test_without_a_leash_there_is_no_ceiling(hub, tmp_path):
     assert summary["ceiling"] is None and summary["after"]["objective"] == summary["after"]["score"]
 
 
+def test_your_own_reward_may_be_a_plain_list(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        rlhf_sentiment, "score_texts", lambda pipe, texts, label: [len(t) / 30 for t in texts]
+    )
+    summary = run(hub, tmp_path, iterations=1)
+    assert summary["before"]["score"] > 0.2 and summary["after"]["score"] > 0.2
+
+
 def test_only_the_keys_that_change_may_be_given(hub, tmp_path):
     summary = main({**hub, "iterations": 1, "save_dir": str(tmp_path)})
     assert json.loads(Path(summary["run_dir"], "config.json").read_text())["cliprange"] == 0.2
@@ -153,7 +161,7 @@ BAD_CONFIGS = [
     ({"lam": -0.1}, "lam=-0.1.*0 to 1"),
     ({"cliprange": 0}, "cliprange=0.*above 0"),
     ({"max_grad_norm": float("inf")}, "max_grad_norm=inf.*above 0"),
-    ({"seed": -1}, "seed=-1.*whole number"),
+    ({"seed": -1}, "seed=-1.*0 to 2"),
     ({"offline": "yes"}, "offline='yes'.*True or False"),
     ({"dtype": "fp16"}, "dtype='fp16'.*auto, fp32 or bf16"),
     ({"device": "gpu"}, "device='gpu'.*auto.*cpu"),
