@@ -90,14 +90,13 @@ def load_gpt2(name):
     if config.activation_function == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"  # the same function in one fused kernel
     model, info = GPT2HeadWithValueModel.from_pretrained(
-        name,
-        config=config,
+        name, config=config,
         dtype=torch.float32,  # whatever the file holds: half precision would lose steps of 1e-5
-        output_loading_info=True,
-    )
-    missing = [key for key in info["missing_keys"] if not key.startswith("v_head.")]
-    if missing:
-        raise ValueError(f"the checkpoint lacks {missing[0]} and {len(missing) - 1} more weights")
+        output_loading_info=True, ignore_mismatched_sizes=True)  # fmt: skip
+    wrong = [key for key in info["missing_keys"] if not key.startswith("v_head.")]
+    wrong += info["mismatched_keys"]  # in transformers 5 with both shapes
+    if wrong:
+        raise ValueError(f"{len(wrong)} weights are missing or have another shape, as {wrong[0]}")
     # Sampling rules that a checkpoint brings along would change the policy behind PPO's back.
     model.generation_config = GenerationConfig(**ids)
     return model.eval(), tokenizer

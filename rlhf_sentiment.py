@@ -108,8 +108,9 @@ def load_models(config):
 
     with loading("reward_model_name", names[1]):
         judge, info = AutoModelForSequenceClassification.from_pretrained(
-            names[1], dtype=torch.float32, output_loading_info=True)  # fmt: skip
-        require(not info["missing_keys"], f"the checkpoint lacks {info['missing_keys']}")
+            names[1], dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True)
+        wrong = [*info["missing_keys"], *info["mismatched_keys"]]
+        require(not wrong, f"weights are missing or have another shape: {wrong}")
         words = AutoTokenizer.from_pretrained(names[1])
         check_vocabulary(words, judge.config)
         sentiment_pipe = pipeline("sentiment-analysis", judge, tokenizer=words, device=model.device)
