@@ -114,8 +114,8 @@ def load_models(config):
         words = AutoTokenizer.from_pretrained(names[1])
         check_vocabulary(words, judge.config)
         sentiment_pipe = pipeline("sentiment-analysis", judge, tokenizer=words, device=model.device)
-    longest = min(judge.config.max_position_embeddings, words.model_max_length)
-    check_prompts(words, longest - 1, config["gen_len"])  # less one for its closing [SEP]
+    # less one, for the closing [SEP] that the judge's tokenizer adds
+    check_prompts(words, longest_text(sentiment_pipe) - 1, config["gen_len"])
     rewarded_label(sentiment_pipe, config["reward_label"])
     return model, ref_model, tokenizer, sentiment_pipe
 
@@ -159,11 +159,16 @@ def decode_responses(tokenizer, responses):
     return [re.sub(f"(?<={WIDE}) +| +(?={WIDE})", "", text).strip() for text in texts]
 
 
+def longest_text(sentiment_pipe):
+    """How many tokens the judge can read."""
+    judge, reader = sentiment_pipe.model, sentiment_pipe.tokenizer
+    return min(judge.config.max_position_embeddings, reader.model_max_length)
+
+
 def score_texts(sentiment_pipe, texts, reward_label):
     """-> FloatTensor (B,): P(the one label that starts with `reward_label`, case ignored)."""
     label = rewarded_label(sentiment_pipe, reward_label)
-    judge, reader = sentiment_pipe.model, sentiment_pipe.tokenizer
-    longest = min(judge.config.max_position_embeddings, reader.model_max_length)
+    longest = longest_text(sentiment_pipe)
     # top_k=None: every label; they come sorted by score, so that places in the list mean nothing
     outputs = sentiment_pipe(texts, top_k=None, truncation=True, max_length=longest, batch_size=64)
     return torch.tensor([{o["label"]: o["score"] for o in output}[label] for output in outputs])
@@ -458,7 +463,7 @@ def stop_signals():
 
     def note(number, frame):
         received.append(number)
-        signal.signal(number, previous[number])
+        signal.signal(number, previous.get(number, signal.SIG_DFL))
         tqdm.write("finishing this iteration and writing a checkpoint; once more stops at once")
 
     with suppress(ValueError):  # Python lets only the main thread handle signals

@@ -84,11 +84,11 @@ def kill_once(config, save_dir, moment):
     return folder if not (folder / "evaluation.json").exists() else None
 
 
-def kill_and_compare(config, straight, save_dirs, moment, times, must_leave=()):
+def kill_and_compare(config, straight, factory, moment, times, must_leave=()):
     """Kill `times` runs, resume each, compare the ends -> the folders each had when it died."""
     left = []
     while len(left) < times:
-        folder = kill_once(config, next(save_dirs), moment)
+        folder = kill_once(config, factory.mktemp("killed"), moment)
         names = {path.name for path in folder.iterdir() if path.is_dir()} if folder else set()
         if folder and names >= set(must_leave):
             left.append(names)
@@ -96,26 +96,21 @@ def kill_and_compare(config, straight, save_dirs, moment, times, must_leave=()):
     return left
 
 
-@pytest.fixture
-def save_dirs(tmp_path):
-    def fresh():
-        for n in range(1000):
-            folder = tmp_path / str(n)
-            folder.mkdir()
-            yield folder
-
-    return fresh()
-
-
-def test_killed_at_20_random_moments_a_run_resumes_to_the_same_end(config, straight, save_dirs):
+def test_killed_at_20_random_moments_a_run_resumes_to_the_same_end(
+    config, straight, tmp_path_factory
+):
     rng, (summary, seconds) = random.Random(0), straight
     left = kill_and_compare(
-        config, summary, save_dirs, lambda folder: time.sleep(rng.uniform(0, 1.1 * seconds)), 20
+        config,
+        summary,
+        tmp_path_factory,
+        lambda folder: time.sleep(rng.uniform(0, 1.1 * seconds)),
+        20,
     )
     assert len({str(sorted(names)) for names in left}) >= 5  # the moments did differ
 
 
-def test_killed_while_it_saves_a_run_resumes_to_the_same_end(config, straight, save_dirs):
+def test_killed_while_it_saves_a_run_resumes_to_the_same_end(config, straight, tmp_path_factory):
     rng = random.Random(1)
 
     def during_a_save(folder):
@@ -127,5 +122,7 @@ def test_killed_while_it_saves_a_run_resumes_to_the_same_end(config, straight, s
         time.sleep(rng.uniform(0, 0.01))
 
     # only those count that died in the middle
-    left = kill_and_compare(config, straight[0], save_dirs, during_a_save, 10, ["incomplete"])
+    left = kill_and_compare(
+        config, straight[0], tmp_path_factory, during_a_save, 10, ["incomplete"]
+    )
     assert len({str(sorted(names)) for names in left}) > 1
