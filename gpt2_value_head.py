@@ -1,13 +1,28 @@
-"""A GPT-2 that also says what it expects to be paid: the policy and the critic in one network.
+"""A GPT-2 with a value head: policy and critic in one network, and the tokenizer that fits it.
 
 PPO needs two numbers at every token of a response: how likely the token was (the language model
 head, already there) and how much reward is still to come (the value head, added here). Both read
 the same hidden states, so that one forward pass gives both.
 """
 
+import shutil
+from pathlib import Path
+
 import torch
+import transformers
+from tokenizers import Regex
+from tokenizers.decoders import Fuse, Replace, Sequence, WordPiece
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, GPT2LMHeadModel
+
+# Sampling from the policy itself. `generate` has top_k=50 if it is left out, and then the tokens
+# come from another distribution than the one whose log-probs PPO computes: the KL goes negative.
+SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+# How to load weights: as float32 whatever the file holds, for half precision would lose steps of
+# 1e-5, and with a report for check_model on what is missing or has another shape.
+LOAD = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
 class ValueHead(nn.Module):
@@ -55,57 +70,110 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
     def logits_and_values(self, input_ids, attention_mask, places=slice(None)):
         """Next-token logits and values, `(B, T, V)` and `(B, T)`, for rows padded on either side.
 
-        `input_ids` and `attention_mask` are `(B, T)`. `places`, a slice of the T positions, limits
-        the result to those: the logits are V = 21,128 wide, by far the largest tensor here.
+        `input_ids` and `attention_mask` are `(B, T)`, V is the size of the vocabulary. `places`, a
+        slice of the T positions, limits the result to those: the logits are by far the largest
+        tensor here (V is 21,128 for the hub model).
         """
         # Positions count real tokens only. A bare forward counts the pads as well, and a
         # left-padded row would then score other log-probs than those it was sampled with.
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-        hidden_states = self.transformer(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            use_cache=False,
-        ).last_hidden_state[:, places]  # (B, T, hidden_size)
+        output = self.transformer(
+            input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        )
+        hidden_states = output.last_hidden_state[:, places]  # (B, T, hidden_size)
         return self.lm_head(hidden_states), self.v_head(hidden_states)
+
+    def save_pretrained(self, folder, **options):
+        """Write a checkpoint that any program takes for what it is, a GPT-2."""
+        super().save_pretrained(folder, **options)
+        # It now names this class, which other programs do not have: TRL, for one, stops there.
+        self.config.architectures = ["GPT2LMHeadModel"]
+        self.config.save_pretrained(folder)
+        for weights in Path(folder).glob("*.safetensors"):  # readable by their owner only
+            shutil.copymode(Path(folder, "config.json"), weights)
+
+
+class PreTrainedTokenizerFast(transformers.PreTrainedTokenizerFast):
+    """Carries the class name that a saved tokenizer needs, to load in transformers 4 as well as 5.
+
+    Transformers 5 renamed the class it derives from, and version 4 does not know the new name.
+    """
+
+
+def load_tokenizer(name):
+    """A tokenizer that opens each text as a document and does not close it; it pads on the left.
+
+    A BERT tokenizer, which most Chinese GPT-2s have, closes each text with `[SEP]`. To a GPT-2 that
+    was trained on documents `[CLS] text [SEP]` that means "the end": it would start a new document
+    and not continue this one. So here `[CLS]` is the start token and `[SEP]` the end token. For a
+    byte-pair tokenizer `<|endoftext|>` is both. `save_pretrained` keeps all of this.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    start = tokenizer.bos_token or tokenizer.cls_token
+    end = tokenizer.eos_token or tokenizer.sep_token
+    if start is None or end is None:
+        raise ValueError(f"its {type(tokenizer).__name__} has no start token or no end token")
+    backend = tokenizer.backend_tokenizer
+    start_id = tokenizer.convert_tokens_to_ids(start)
+    backend.post_processor = TemplateProcessing(
+        single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, start_id)]
+    )
+    if isinstance(backend.decoder, WordPiece):
+        # WordPiece puts a blank before each token; a person writes none beside a Chinese character.
+        # A first piece "##s" continues a word of the opening.
+        wide = "[\u2014-\u2026\u3000-\u9fff\uf900-\uffef]"  # Chinese characters and punctuation
+        no_blanks = Replace(Regex(f"^##|(?<={wide}) | (?={wide})"), "")
+        backend.decoder = Sequence([backend.decoder, Fuse(), no_blanks])
+    special = {"pad_token": end} | tokenizer.special_tokens_map
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        padding_side="left",
+        model_max_length=tokenizer.model_max_length,
+        model_input_names=["input_ids", "attention_mask"],  # token types would disturb a GPT-2
+        clean_up_tokenization_spaces=False,
+        **special | {"bos_token": start, "eos_token": end},
+    )
 
 
 def load_gpt2(name):
-    """A Chinese GPT-2 from the hub or a folder -> (model with a value head, tokenizer).
+    """Any GPT-2 from the hub or a folder -> (model with a value head, tokenizer that fits it).
 
-    Raises `ValueError` for a model that is no GPT-2, lacks weights, or has another tokenizer than a
-    BERT one of the model's own size; whatever `from_pretrained` raises passes through.
+    Raises `ValueError` for a model that is no GPT-2 or does not fit its tokenizer, and for weights
+    that are missing or not finite; whatever `from_pretrained` raises passes through.
     """
-    config, tokenizer = AutoConfig.from_pretrained(name), AutoTokenizer.from_pretrained(name)
-    ids = dict(bos_token_id=tokenizer.cls_token_id, eos_token_id=tokenizer.sep_token_id)
+    config = AutoConfig.from_pretrained(name)
+    if config.model_type != "gpt2":
+        raise ValueError(f"found a {config.model_type} model; needed is a GPT-2")
+    tokenizer = load_tokenizer(name)
+    # The hub's config puts start and end outside the vocabulary: no text would ever end.
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     ids["pad_token_id"] = tokenizer.pad_token_id
-    if config.model_type != "gpt2" or None in ids.values():
-        raise ValueError(
-            f"found a {config.model_type} model with a {type(tokenizer).__name__}; needed is a "
-            "GPT-2 whose tokenizer has [CLS], [SEP] and [PAD], as uer/gpt2-chinese-cluecorpussmall"
-        )
-    check_vocabulary(tokenizer, config)
-    # The hub's config puts eos and pad outside the vocabulary: no text would ever end.
-    config.update(ids)
+    config.update({**ids, "tokenizer_class": None, "task_specific_params": None})
     if config.activation_function == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"  # the same function in one fused kernel
-    model, info = GPT2HeadWithValueModel.from_pretrained(
-        name, config=config,
-        dtype=torch.float32,  # whatever the file holds: half precision would lose steps of 1e-5
-        output_loading_info=True, ignore_mismatched_sizes=True)  # fmt: skip
-    wrong = [key for key in info["missing_keys"] if not key.startswith("v_head.")]
-    wrong += info["mismatched_keys"]  # in transformers 5 with both shapes
-    if wrong:
-        raise ValueError(f"{len(wrong)} weights are missing or have another shape, as {wrong[0]}")
-    # Sampling rules that a checkpoint brings along would change the policy behind PPO's back.
-    model.generation_config = GenerationConfig(**ids)
+    model, report = GPT2HeadWithValueModel.from_pretrained(name, config=config, **LOAD)
+    check_model(model, report, tokenizer, spare_rows=0)
+    # Rules of its own that a checkpoint brings along would change the policy behind PPO's back.
+    model.generation_config = GenerationConfig(**ids, **SAMPLING)
     return model.eval(), tokenizer
 
 
-def check_vocabulary(tokenizer, config):
-    """A tokenizer that found no vocabulary file loads without complaint, with 5 entries."""
-    if len(tokenizer) != config.vocab_size:
+def check_model(model, report, tokenizer, spare_rows):
+    """Raise `ValueError` unless all weights were found, are finite and fit the tokenizer.
+
+    `report` is the loading info of `from_pretrained`. `spare_rows` is how many more rows than the
+    tokenizer has entries the embedding may have. A tokenizer that found no vocabulary file loads
+    without complaint, with 5 entries.
+    """
+    entries, rows = len(tokenizer), model.config.vocab_size
+    if not entries <= rows <= entries + spare_rows:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} entries, the model {config.vocab_size}; "
-            "the folder needs the vocab.txt that belongs to the model"
+            f"the tokenizer has {entries} entries, the model {rows}; it needs its own vocabulary"
         )
+    wrong = [*report["missing_keys"], *report["mismatched_keys"]]
+    wrong = [key for key in wrong if "v_head" not in key]  # a plain GPT-2 has no value head
+    if wrong:
+        raise ValueError(f"{len(wrong)} weights are missing or have another shape, as {wrong[0]}")
+    for weight_name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise ValueError(f"the weight {weight_name} holds numbers that are not finite")

@@ -1,8 +1,15 @@
 """PPO for a language model, by hand: the formulas as pure functions, then the trainer.
 
-Notation: B responses in a batch, Q the longest query, R the longest response, V the vocabulary.
-`old_` is at rollout time, `ref_` is the frozen reference model, no prefix is now. `mask` is (B, R),
-1 on the real tokens of a response and 0 on its padding; what stands in padded cells never matters.
+Shapes: B responses in a batch, Q the longest query, R the longest response, V the vocabulary.
+Words:  `old_` is the policy that wrote the responses, before this iteration's update; `ref_` is the
+frozen reference model; no prefix is the policy as it is now, in the middle of the update. `mask` is
+(B, R), 1 on the real tokens of a response and 0 on its padding, where any number may stand.
+
+Three numbers are called a KL divergence, all in nats:
+    token KL     old_logprob - ref_logprob of one token: what the KL penalty is made of
+    `kl`         its sum over a response, averaged over the batch: how far the policy has moved
+                 from the reference since training began
+    `approx_kl`  per token, from the policy before this update to the policy during it
 
 References:
     PPO   Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347
@@ -13,6 +20,7 @@ References:
 """
 
 import math
+import warnings
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -53,24 +61,25 @@ def compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
         r_t = -kl_coef * (log pi(y_t) - log pi_ref(y_t))  + score if t is the last real token
 
-    scores `(B,)`, the others `(B, R)` -> `(B, R)`. A sentence is judged only as a whole, so the
-    score falls on its last real token (which is not the last column), and GAE hands it back to the
-    earlier ones. The article has no KL penalty, and calls `rewards` what is `scores` here.
+    scores `(B,)`, the others `(B, R)` -> `(B, R)`. A text is scored only as a whole, so the score
+    falls on its last real token (which is not the last column), and GAE hands it back to the
+    earlier ones. The article's text shows no KL penalty (its source code has one), and calls
+    `rewards` what is `scores` here.
     """
     kl_penalty = -kl_coef * (logprobs - ref_logprobs)
-    followed = torch.nn.functional.pad(mask[:, 1:], (0, 1))  # (B, R): is the next cell real too?
-    is_last = (mask != 0) & (followed == 0)
-    rewards = kl_penalty + is_last * scores.unsqueeze(1)
-    return rewards.masked_fill(mask == 0, 0)
+    rewards = kl_penalty.masked_fill(mask == 0, 0)
+    last = mask.long().sum(1) - 1  # (B,): the column of each row's last real token
+    rewards[torch.arange(len(rewards)), last] += scores
+    return rewards
 
 
 @torch.no_grad()  # advantages and returns are targets: constants of the optimization
 def compute_advantages(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation, GAE eqs. 11-16: `(B, R)` x 3 -> advantages, returns.
 
-        delta_t = r_t + gamma * V_{t+1} - V_t         V after the last real token is 0
-        A_t     = delta_t + gamma * lam * A_{t+1}
-        return  = A + V                               what the value head is trained towards
+        delta_t     = r_t + gamma * value_{t+1} - value_t    the value after the last token is 0
+        advantage_t = delta_t + gamma * lam * advantage_{t+1}
+        return_t    = advantage_t + value_t                  what the value head is trained towards
 
     Neither is whitened: returns must stay in units of reward.
     """
@@ -79,7 +88,7 @@ def compute_advantages(rewards, values, mask, gamma, lam):
     next_value = next_advantage = torch.zeros_like(values[:, 0])  # (B,)
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        # on padding delta is 0, so that nothing flows from there into the real tokens
+        # On padding delta is 0, so that nothing flows from there into the real tokens.
         advantages[:, t] = delta + gamma * lam * next_advantage
         next_value, next_advantage = values[:, t], advantages[:, t]
     return advantages, advantages + values
@@ -89,17 +98,21 @@ def ppo_loss(logprobs, values, old_logprobs, advantages, returns, mask, cliprang
     """The clipped surrogate loss plus the value loss, PPO eqs. 7 and 9; all tensors `(B, R)`.
 
         ratio       = pi(y_t) / pi_old(y_t) = exp(logprob - old_logprob)
-        policy_loss = mean max(-A * ratio, -A * clip(ratio, 1 - cliprange, 1 + cliprange))
-        value_loss  = mean (V - return)^2
+        clipped     = clip(ratio, 1 - cliprange, 1 + cliprange)
+        policy_loss = mean max(-advantage * ratio, -advantage * clipped)
+        value_loss  = mean (value - return)^2
         loss        = policy_loss + vf_coef * value_loss
 
     `max` of two losses is the pessimistic one: once a token is cliprange more (or less) likely than
     at rollout, in the direction in which its advantage pulls, its gradient is zero. The article's
-    text shows only the unclipped half, and adds the two losses with equal weight.
+    text shows only the unclipped half, and adds the two losses with equal weight; its source code
+    has both halves, and `vf_coef`.
+
+    Whitened advantages average 0 and the first ratio is 1, so `policy_loss` starts at 0 and stays
+    small. That is as it should be: its gradient is not 0.
 
     Returns `(loss, stats)`; stats are detached scalars: both losses, `clipfrac` (share of tokens
-    with |ratio - 1| > cliprange) and `approx_kl` = mean (ratio - 1) - log ratio >= 0, an estimate
-    of how far this policy is from the one that wrote the responses.
+    with |ratio - 1| > cliprange) and `approx_kl` = mean (ratio - 1) - log ratio >= 0.
     """
     log_ratio = (logprobs - old_logprobs).masked_fill(mask == 0, 0)
     ratio = torch.exp(log_ratio)
@@ -116,7 +129,18 @@ def ppo_loss(logprobs, values, old_logprobs, advantages, returns, mask, cliprang
     return loss, {name: value.detach() for name, value in stats.items()}
 
 
-# ----------------------------------------------------- how far PPO could get (not needed to train)
+def explained_variance(values, returns, mask):
+    """1 - Var(return - value) / Var(return) over the real tokens: `(B, R)` x 3 -> a scalar.
+
+    How much of the spread of the returns the critic foresaw: 1 all of it, 0 nothing, as if it said
+    the same of every state; below 0 it is worse than that.
+    """
+    real = mask != 0
+    error, spread = (returns - values)[real].var(correction=0), returns[real].var(correction=0)
+    return torch.where(spread > 0, 1 - error / spread, 0.0)
+
+
+# ------------------------------------------- how far PPO could get (not needed to train)
 
 
 def best_possible(scores, kl_coef):
@@ -133,45 +157,28 @@ def best_possible(scores, kl_coef):
         KL*       = (E*[score] - J*) / kl_coef
 
     `effective_samples` = (sum w)^2 / sum w^2 of the worst opening: so many samples carry J*; with
-    few it is too low. Standard errors (`_se`) are to first order in the spread of w.
+    few it is too low.
     """
     scores = torch.as_tensor(scores, dtype=torch.float64)
-    n_openings, n = scores.shape
     log_w = scores / kl_coef  # up to thousands: w itself would overflow
     share = log_w.softmax(1)  # w / sum(w)
-    score = (share * scores).sum(1, keepdim=True)  # (P, 1)
-    objective = kl_coef * (log_w.logsumexp(1, keepdim=True) - math.log(n))
-    means = {"score": score, "kl": (score - objective) / kl_coef, "objective": objective}
-    # what one sample contributes to each mean beyond it (the delta method)
-    score_part = n * share * (scores - score)
-    objective_part = kl_coef * (n * share - 1)
-    parts = (score_part, (score_part - objective_part) / kl_coef, objective_part)
-    errors = [(part.square().mean() / (n * n_openings)).sqrt().item() for part in parts]
-    result = {name: mean.mean().item() for name, mean in means.items()}
-    result |= {f"{name}_se": error for name, error in zip(means, errors)}
-    return result | {"effective_samples": (1 / share.square().sum(1)).min().item()}
-
-
-def best_of_n(scores, n, kl_coef):
-    """Another yardstick: of n responses of the reference keep the best; `scores` are `(P, N)`.
-
-    Expected best of n drawn without replacement from the N, its KL of at most log n - (n - 1) / n
-    (Stiennon et al. 2020, arXiv:2009.01325, appendix G.3), and the objective that follows.
-    """
-    ranked = torch.as_tensor(scores, dtype=torch.float64).sort(1).values
-    # rank i (from 0) is the best of n if the other n - 1 are among the i samples below it
-    total = math.comb(ranked.shape[1], n)
-    chances = [math.comb(i, n - 1) / total for i in range(ranked.shape[1])]
-    score = (ranked.mean(0) * torch.tensor(chances, dtype=torch.float64)).sum().item()
-    kl = math.log(n) - (n - 1) / n
-    return {"n": n, "score": score, "kl": kl, "objective": score - kl_coef * kl}
+    score = (share * scores).sum(1)  # (P,)
+    objective = kl_coef * (log_w.logsumexp(1) - math.log(scores.shape[1]))
+    kl = (score - objective) / kl_coef
+    effective_samples = 1 / share.square().sum(1)
+    return {
+        "score": score.mean().item(),
+        "kl": kl.mean().item(),
+        "objective": objective.mean().item(),
+        "effective_samples": effective_samples.min().item(),
+    }
 
 
 # ---------------------------------------------------------------------------- the KL coefficient
 
 
 class FixedKLController:
-    """The leash keeps its length."""
+    """`kl_coef` stays as it is."""
 
     def __init__(self, kl_coef):
         self.value = kl_coef
@@ -181,7 +188,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """Lengthens or shortens the leash until the KL meets `target`. Ziegler section 2.2.
+    """Raises or lowers `kl_coef` until the KL meets `target`. Ziegler section 2.2.
 
         value *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_samples / horizon
 
@@ -230,10 +237,12 @@ def collate(queries, responses):
     labels = pad(responses, "right")  # (B, R)
     mask = pad([torch.ones_like(row) for row in responses], "right")
     query_mask = pad([torch.ones_like(row) for row in queries], "left")  # (B, Q)
-    input_ids = torch.cat([pad(queries, "left"), labels], dim=1)  # (B, Q + R)
-    attention_mask = torch.cat([query_mask, mask], dim=1)
-    names = "input_ids", "attention_mask", "labels", "mask"
-    return dict(zip(names, (input_ids, attention_mask, labels, mask.float())))
+    return {
+        "input_ids": torch.cat([pad(queries, "left"), labels], dim=1),
+        "attention_mask": torch.cat([query_mask, mask], dim=1),
+        "labels": labels,
+        "mask": mask.float(),
+    }
 
 
 def sequence_kl(batch):
@@ -244,7 +253,22 @@ def sequence_kl(batch):
     log pi(y) - log pi_ref(y) of one sample y is an unbiased estimate of KL(pi || pi_ref): on
     average it is positive, on a single response it often is not.
     """
-    return ((batch["logprobs"] - batch["ref_logprobs"]) * batch["mask"]).sum(1)
+    return ((batch["old_logprobs"] - batch["ref_logprobs"]) * batch["mask"]).sum(1)
+
+
+def read_scores(scores, n):
+    """`n` scores, whatever numbers they are and whatever holds them -> FloatTensor `(n,)`.
+
+    Raises `ValueError` for anything that cannot be read as n numbers.
+    """
+    try:
+        numbers = torch.as_tensor(scores, dtype=torch.float32).flatten()
+    except (TypeError, ValueError, RuntimeError):
+        numbers = []
+    if len(numbers) != n:
+        came = f"{len(numbers)}, in {repr(scores)[:80]}"
+        raise ValueError(f"a reward should give {n} numbers, one for each response; got {came}")
+    return numbers
 
 
 class PPOTrainer:
@@ -258,15 +282,14 @@ class PPOTrainer:
     """
 
     def __init__(self, model, ref_model, config):
-        shared = {p.data_ptr() for p in model.parameters()}
-        if any(p.data_ptr() in shared for p in ref_model.parameters()):
+        if set(model.parameters()) & set(ref_model.parameters()):
             raise ValueError("ref_model shares weights with model: pass copy.deepcopy(model)")
         self.model, self.config = model, config
         self.ref_model = ref_model.eval().requires_grad_(False)
-        kl_coef, target, horizon = (config[k] for k in ("kl_coef", "kl_target", "kl_horizon"))
+        kl_coef, kl_target = config["kl_coef"], config["kl_target"]
         self.kl_controller = FixedKLController(kl_coef)
-        if target is not None:
-            self.kl_controller = AdaptiveKLController(kl_coef, target, horizon)
+        if kl_target is not None:
+            self.kl_controller = AdaptiveKLController(kl_coef, kl_target, config["kl_horizon"])
         # The value head starts from nothing and may take larger steps than the pretrained body.
         head = list(model.v_head.parameters())
         body = [p for name, p in model.named_parameters() if not name.startswith("v_head.")]
@@ -282,23 +305,24 @@ class PPOTrainer:
         Raises `ValueError` if these do not match, and `FloatingPointError` before the optimizer
         step if a score, a loss or a gradient is not finite.
         """
-        scores = torch.as_tensor(scores, dtype=torch.float32).flatten()
-        counts = len(queries), len(responses), len(scores)
+        scores = read_scores(scores, len(responses))
         flat = all(ids.dim() == 1 and len(ids) for ids in [*queries, *responses])
-        if not queries or len(set(counts)) > 1 or not flat:
+        if len(queries) == 0 or len(queries) != len(responses) or not flat:
             raise ValueError(
-                "step() needs as many queries as responses as scores, each of the first two a 1-D "
-                "tensor of at least one id; got %d queries, %d responses, %d scores" % counts
+                "step() needs as many queries as responses, each a 1-D tensor of at least one id; "
+                f"got {len(queries)} queries and {len(responses)} responses"
             )
         if not torch.isfinite(scores).all():
             raise FloatingPointError(f"iteration {self.iteration + 1}: a score is not finite")
+        if self.iteration >= self.config["iterations"]:
+            warnings.warn("more steps than `iterations`: the learning rate is 0 by now")
 
         batch = self.old_pass(queries, responses)
         mask = batch["mask"]
         kl_coef = self.kl_controller.value
         kl = sequence_kl(batch).mean()  # may print slightly negative: it is an estimate
         batch["rewards"] = compute_rewards(
-            scores.to(mask.device), batch["logprobs"], batch["ref_logprobs"], mask, kl_coef
+            scores.to(mask.device), batch["old_logprobs"], batch["ref_logprobs"], mask, kl_coef
         )
         batch["advantages"], batch["returns"] = compute_advantages(
             batch["rewards"], batch["values"], mask, self.config["gamma"], self.config["lam"]
@@ -309,7 +333,9 @@ class PPOTrainer:
         self.last_batch = batch
 
         stats = self.update(batch)
-        stats["kl"], stats["entropy"] = kl, masked_mean(batch["entropy"], mask)
+        stats["kl"] = kl
+        stats["entropy"] = masked_mean(batch["entropy"], mask)
+        stats["explained_variance"] = explained_variance(batch["values"], batch["returns"], mask)
         stats = {name: float(value) for name, value in stats.items()}
         self.iteration += 1
         self.kl_controller.update(stats["kl"], len(queries))
@@ -324,7 +350,8 @@ class PPOTrainer:
 
         Column p predicts the token in column p + 1. So the log-prob of y_t, and the value of the
         state in which y_t was chosen, both stand one place to the left of y_t: columns Q-1 to
-        Q+R-2. Earlier columns never see the language model head, the last never the model.
+        Q+R-2. The last column predicts nothing that is needed, so the model does not get it; of the
+        others only these R columns go through the language model head.
         """
         places = slice(-batch["labels"].shape[1], None)
         ids, attention_mask = batch["input_ids"][:, :-1], batch["attention_mask"][:, :-1]
@@ -336,21 +363,22 @@ class PPOTrainer:
     def old_pass(self, queries, responses):
         """What policy and reference think of the responses before the update, `(B, R)` each.
 
-        Returns the dict of `collate` with `logprobs`, `ref_logprobs`, `values` and `entropy` (of
-        the policy's whole next-token distribution, in nats). The rollout's own log-probs will not
-        do: computed in other batch shapes, they differ in the last digits, and the ratio must be 1
-        before the first update.
+        Returns the dict of `collate` with `old_logprobs`, `ref_logprobs`, `values` and `entropy`
+        (of the policy's whole next-token distribution, in nats). Both models read the text that
+        the policy wrote: how likely would each have made these very tokens? The difference is
+        the KL penalty. The rollout's own log-probs will not do: computed in other batch shapes,
+        they differ in the last digits, and the ratio must be 1 before the first update.
         """
         # No dropout, here and in update(): it would move the ratio without any learning.
         self.model.eval()
         batch = {k: v.to(self.model.device) for k, v in collate(queries, responses).items()}
-        results = []
+        parts = []
         for part in self.minibatches(batch, torch.arange(len(queries))):
-            logprobs, values, logits = self.forward(self.model, part)
-            ref_logprobs, _, _ = self.forward(self.ref_model, part)
-            results.append((logprobs, ref_logprobs, values, entropy_from_logits(logits)))
-        names = ("logprobs", "ref_logprobs", "values", "entropy")
-        return batch | {name: torch.cat(parts) for name, parts in zip(names, zip(*results))}
+            part["old_logprobs"], part["values"], logits = self.forward(self.model, part)
+            part["ref_logprobs"], _, _ = self.forward(self.ref_model, part)
+            part["entropy"] = entropy_from_logits(logits)
+            parts.append(part)
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def minibatches(self, batch, order):
         """Cut the rows of `batch` in the given order; the last minibatch may be smaller."""
@@ -361,14 +389,15 @@ class PPOTrainer:
         """`ppo_epochs` passes over shuffled minibatches; returns mean stats as 0-d tensors."""
         # A departure from the article: both learning rates fall in a straight line to 0.
         remaining = max(0.0, 1 - self.iteration / self.config["iterations"])
-        for group, start in zip(self.optimizer.param_groups, ("lr", "value_lr")):
-            group["lr"] = self.config[start] * remaining
+        body, head = self.optimizer.param_groups
+        body["lr"] = self.config["lr"] * remaining
+        head["lr"] = self.config["value_lr"] * remaining
         all_stats = []
         for _ in range(self.config["ppo_epochs"]):
             for part in self.minibatches(batch, torch.randperm(len(batch["mask"]))):
                 logprobs, values, _ = self.forward(self.model, part)
                 loss, stats = ppo_loss(
-                    logprobs, values, part["logprobs"], part["whitened"], part["returns"],
+                    logprobs, values, part["old_logprobs"], part["whitened"], part["returns"],
                     part["mask"], self.config["cliprange"], self.config["vf_coef"],
                 )  # fmt: skip
                 self.optimizer.zero_grad()
@@ -390,17 +419,19 @@ class PPOTrainer:
     def explain(self, tokenizer):
         """The first response of the last step as a table, a row per token, for the curious.
 
-        Columns stand in the order of their computation; `ratio` is the one after the last epoch.
+        Columns stand in the order of their computation. `value` is what the critic expected before
+        the token was chosen, `ratio` how much likelier the update has made the token.
         """
-        batch = {name: tensor[:1] for name, tensor in self.last_batch.items()}
-        batch["kl"] = batch["logprobs"] - batch["ref_logprobs"]
-        batch["ratio"] = (self.forward(self.model, batch)[0] - batch["logprobs"]).exp()
-        batch["reference"], batch["advantage"] = batch["ref_logprobs"], batch["advantages"]
-        names = "logprobs reference kl rewards values advantage returns whitened ratio".split()
-        lines = ["".join(f"{name:>10}" for name in names) + "  clipped  token"]
-        for t, token in enumerate(tokenizer.convert_ids_to_tokens(batch["labels"][0].tolist())):
-            if batch["mask"][0, t]:
-                numbers = "".join(f"{batch[name][0, t].item():10.3f}" for name in names)
-                clipped = abs(batch["ratio"][0, t].item() - 1) > self.config["cliprange"]
-                lines.append(f"{numbers}  {'yes' if clipped else 'no':7}  {token}")
+        row = {name: tensor[:1] for name, tensor in self.last_batch.items()}
+        row["token_kl"] = row["old_logprobs"] - row["ref_logprobs"]
+        logprobs, _, _ = self.forward(self.model, row)
+        row["ratio"] = (logprobs - row["old_logprobs"]).exp()
+        columns = ("old_logprobs", "ref_logprobs", "token_kl", "rewards", "values")
+        columns += ("advantages", "returns", "whitened", "ratio")
+        lines = ["".join(f"{name:>{len(name) + 2}}" for name in columns) + "  token"]
+        ids = row["labels"][row["mask"] != 0].tolist()
+        for t, token in enumerate(tokenizer.convert_ids_to_tokens(ids)):
+            numbers = (f"{row[name][0, t].item():{len(name) + 2}.3f}" for name in columns)
+            clipped = abs(row["ratio"][0, t].item() - 1) > self.config["cliprange"]
+            lines.append("".join(numbers) + f"  {token}" + "  (clipped)" * clipped)
         return "\n".join(lines)
