@@ -170,7 +170,7 @@ def check_model(model, report, tokenizer, spare_rows):
         raise ValueError(
             f"the tokenizer has {entries} entries, the model {rows}; it needs its own vocabulary"
         )
-    wrong = [*report["missing_keys"], *report["mismatched_keys"]]
+    wrong = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])
     wrong = [key for key in wrong if "v_head" not in key]  # a plain GPT-2 has no value head
     if wrong:
         raise ValueError(f"{len(wrong)} weights are missing or have another shape, as {wrong[0]}")

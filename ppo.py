@@ -166,12 +166,9 @@ def best_possible(scores, kl_coef):
     objective = kl_coef * (log_w.logsumexp(1) - math.log(scores.shape[1]))
     kl = (score - objective) / kl_coef
     effective_samples = 1 / share.square().sum(1)
-    return {
-        "score": score.mean().item(),
-        "kl": kl.mean().item(),
-        "objective": objective.mean().item(),
-        "effective_samples": effective_samples.min().item(),
-    }
+    result = {"score": score.mean(), "kl": kl.mean(), "objective": objective.mean()}
+    result["effective_samples"] = effective_samples.min()
+    return {name: value.item() for name, value in result.items()}
 
 
 # ---------------------------------------------------------------------------- the KL coefficient
@@ -305,13 +302,11 @@ class PPOTrainer:
         Raises `ValueError` if these do not match, and `FloatingPointError` before the optimizer
         step if a score, a loss or a gradient is not finite.
         """
-        scores = read_scores(scores, len(responses))
         flat = all(ids.dim() == 1 and len(ids) for ids in [*queries, *responses])
         if len(queries) == 0 or len(queries) != len(responses) or not flat:
-            raise ValueError(
-                "step() needs as many queries as responses, each a 1-D tensor of at least one id; "
-                f"got {len(queries)} queries and {len(responses)} responses"
-            )
+            counts = f"{len(queries)} queries and {len(responses)} responses"
+            raise ValueError(f"{counts}: as many are needed, each a 1-D tensor of at least one id")
+        scores = read_scores(scores, len(responses))
         if not torch.isfinite(scores).all():
             raise FloatingPointError(f"iteration {self.iteration + 1}: a score is not finite")
         if self.iteration >= self.config["iterations"]:

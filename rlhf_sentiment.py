@@ -26,11 +26,9 @@ import importlib.util
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
-import threading
 import time
 import warnings
 from contextlib import contextmanager, suppress
@@ -40,8 +38,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging, set_seed
-from transformers import pipeline
+from transformers import AutoModelForSequenceClassification as AutoClassifier
+from transformers import AutoTokenizer, logging, pipeline, set_seed
 
 from gpt2_value_head import LOAD, SAMPLING, check_model, load_gpt2
 from ppo import PPOTrainer, best_possible, mixed_precision, read_scores, sequence_kl
@@ -52,12 +50,18 @@ config = {
     "reward_model_name": "uer/roberta-base-finetuned-jd-binary-chinese",  # a classifier
     "offline": False,  # True: small stand-ins for both, built on the spot (tests/tiny_models.py)
     "reward_label": "positive",  # the classifier's label to reward; "negative": complaints
-    # the openings that training draws from: "just got the goods, I feel", "this film is very",
-    # "honestly, it is really", "all in all, this shopping experience was very"
-    "prompts": ["刚收到货，感觉", "这部电影很", "说实话，真的很", "这次购物总的来说体验很"],
-    # openings that are only evaluated: "used it for a few days, I feel", "this story is very",
-    # "frankly, it is really", "all in all, this hotel stay was very"
-    "held_out_prompts": ["东西用了几天，感觉", "这个故事很", "老实说，真的很", "这次入住总的来说体验很"],
+    "prompts": [  # the openings that training draws from
+        "刚收到货，感觉",  # just got the goods, I feel
+        "这部电影很",  # this film is very
+        "说实话，真的很",  # honestly, it is really
+        "这次购物总的来说体验很",  # all in all, this shopping experience was very
+    ],
+    "held_out_prompts": [  # openings that are only evaluated
+        "用了几天，感觉",  # used it for a few days, I feel
+        "这个故事很",  # this story is very
+        "老实说，真的很",  # frankly, it is really
+        "这次入住总的来说体验很",  # all in all, this hotel stay was very
+    ],
     # how much: iterations x batch_size responses in all
     "iterations": 157,  # rollout batches; the learning rate decays to 0 over them
     "batch_size": 128,  # responses in each; more: steadier gradients, slower iterations
@@ -107,16 +111,16 @@ def load_models(config):
         model.set_attn_implementation("eager")
     # A departure from the article's text: the model as it was, from which the KL is measured.
     ref_model = copy.deepcopy(model)
-    check_prompts(config, tokenizer, model.config.n_positions)
+    check_prompts(config, tokenizer, model.config.n_positions, "model_name")
 
     with loading("reward_model_name", reward_name):
-        classifier, report = AutoModelForSequenceClassification.from_pretrained(reward_name, **LOAD)
+        classifier, report = AutoClassifier.from_pretrained(reward_name, **LOAD)
         reader = AutoTokenizer.from_pretrained(reward_name)
         check_model(classifier, report, reader, spare_rows=128)
         sentiment_pipe = pipeline("sentiment-analysis", classifier, tokenizer=reader, device=device)
         # Whatever keeps it from being used should show now, not after the first rollout.
         sentiment_pipe(config["prompts"], top_k=None, batch_size=64)
-    check_prompts(config, reader, longest_text(sentiment_pipe))
+    check_prompts(config, reader, longest_text(sentiment_pipe), "reward_model_name")
     find_label(sentiment_pipe, config["reward_label"])  # stops here if there is no such label
     return model, ref_model, tokenizer, sentiment_pipe
 
@@ -236,6 +240,7 @@ def main(config):
     if run.before is None:
         run.before, run.reference_scores = evaluate(trainer, tokenizer, sentiment_pipe)
 
+    run.print_header()
     done, last = trainer.iteration, config["iterations"]
     bar = tqdm(range(done + 1, last + 1), initial=done, total=last, disable=None)
     with stop_signals() as received:
@@ -384,8 +389,11 @@ class RunFolder:
             self.restore(checkpoints[-1])
         (self.path / "evaluation.json").unlink(missing_ok=True)  # a finished run that now grows
         write_json(self.path / "config.json", {**config, "resume": None})
-        say(f"iterations {trainer.iteration + 1} to {config['iterations']} of "
-            f"{config['batch_size']} responses, on {trainer.model.device}, in {self.path}")  # fmt: skip
+        say(f"run folder {self.path}, on {trainer.model.device}")
+        first, last, size = trainer.iteration + 1, config["iterations"], config["batch_size"]
+        say(f"iterations {first} to {last} of {size} responses each")
+
+    def print_header(self):
         say("KL: from the original model, in nats per response; all columns: README.md")
         say("iter  score ± std      KL  objective  entropy  clipfrac  distinct  length  secs")
 
@@ -394,9 +402,10 @@ class RunFolder:
         self.rows.append(row)
         n, last, every = row["iteration"], self.config["iterations"], self.config["explain"]
         if n in (1, last) or n % 10 == 0:
-            say(f"{n:4d}  {row['score_mean']:.3f} ± {row['score_std']:.3f} {row['kl']:5.2f}"
-                f"{row['objective']:11.3f}{row['entropy']:9.2f}{row['clipfrac']:10.3f}"
-                f"{row['distinct']:10.2f}{row['response_length']:8.1f}{row['seconds_total']:6.1f}")  # fmt: skip
+            start = f"{n:4d}  {row['score_mean']:.3f} ± {row['score_std']:.3f} {row['kl']:5.2f}"
+            middle = f"{row['objective']:11.3f}{row['entropy']:9.2f}{row['clipfrac']:10.3f}"
+            end = f"{row['distinct']:10.2f}{row['response_length']:8.1f}"
+            say(f"{start}{middle}{end}{row['seconds_total']:6.1f}")
             kls = sequence_kl(self.trainer.last_batch).tolist()
             self.samples.append(f"iteration {n}")
             for text, score, kl in list(zip(texts, scores.tolist(), kls))[:3]:
@@ -421,8 +430,8 @@ class RunFolder:
     def save(self, checkpoint):
         """Write the two log files whole, and a checkpoint if it is time for one."""
         advice = (
-            "Make room if the disk is full; close the program that holds a file of it open. What was "
-            f"saved before is whole, and this continues it: {self.resume_command}"
+            "Make room if the disk is full; close the program that holds a file of it open. What "
+            f"was saved before is whole, and this continues it: {self.resume_command}"
         )
         with one_line(f"{self.path} could not be written to", (OSError, SafetensorError), advice):
             with open(self.path / "metrics.csv", "w", newline="", encoding="utf-8") as file:
@@ -492,7 +501,7 @@ class RunFolder:
                 ceiling["share"] = gain / possible if possible > 0 else 0.0
             compare(name, before, after[name], ceiling)
             results[name] = {"before": before, "after": after[name], "ceiling": ceiling}
-        draw_curve(self.path, self.rows)
+        draw_curve(self.path, self.rows, results["pool"]["ceiling"])
         summary = {**results["pool"], "held_out": results["held_out"], "run_dir": str(self.path)}
         write_json(self.path / "evaluation.json", summary)  # the last: now it is finished
         say(f"\nall of it is in {self.path}")
@@ -506,7 +515,7 @@ def write_json(path, content):
     incomplete.replace(path)
 
 
-def draw_curve(folder, rows):
+def draw_curve(folder, rows, ceiling):
     """curve.png, if matplotlib happens to be installed."""
     try:
         from matplotlib.figure import Figure
@@ -518,12 +527,19 @@ def draw_curve(folder, rows):
     for axes, name in zip(figure.subplots(2, 3).flat, names):
         axes.plot([row["iteration"] for row in rows], [row[name] for row in rows])
         axes.set(title=name, xlabel="iteration")
+        if name == "objective" and ceiling:
+            axes.axhline(ceiling["objective"], ls="--", c="gray", label="ceiling")
+            axes.legend()
     figure.savefig(folder / "curve.png", dpi=100)
+
+
+# Ctrl-C, the polite kill, and a terminal that was closed (which Windows has no signal for).
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 
 
 @contextmanager
 def stop_signals():
-    """-> list to which the first Ctrl-C, SIGTERM or hang-up adds its number; a second one acts."""
+    """-> list to which the first signal adds its number; a second one acts as it always does."""
     received, previous = [], {}
 
     def note(number, frame):
@@ -531,12 +547,10 @@ def stop_signals():
         signal.signal(number, previous[number])
         say("finishing this iteration and writing a checkpoint; once more stops at once")
 
-    names = ["SIGINT", "SIGTERM", "SIGHUP"]
-    if threading.current_thread() is not threading.main_thread():
-        names = []  # Python lets no other thread handle signals
-    for number in [getattr(signal, name) for name in names if hasattr(signal, name)]:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup wants it ignored
-            previous[number] = signal.signal(number, note)
+    with suppress(ValueError):  # Python lets only the main thread handle signals
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup wants it ignored
+                previous[number] = signal.signal(number, note)
     try:
         yield received
     finally:
@@ -578,10 +592,9 @@ def check_config(given):
         for key in ("model_name", "reward_model_name"):
             if key in given:
                 raise ConfigError(f"offline=True brings its own models: leave out {key}")
-    if full["kl_target"] is not None and full["kl_coef"] == 0:
-        raise ConfigError("kl_target needs a kl_coef above 0 to steer")
-    if full["kl_target"] is not None and full["kl_horizon"] < full["batch_size"]:
-        raise ConfigError("kl_horizon should reach batch_size")
+    steers = full["kl_coef"] > 0 and full["kl_horizon"] > full["batch_size"]
+    if full["kl_target"] is not None and not steers:
+        raise ConfigError("kl_target needs a kl_coef above 0 and a kl_horizon above batch_size")
     pick_device(full["device"])
     return full
 
@@ -599,12 +612,8 @@ def check_values(values):
     def is_number(x):  # neither a bool, nor nan, nor what float32 cannot hold
         return type(x) in (int, float) and (x == 0 or 1e-30 < abs(x) < 1e18)
 
-    def is_texts(x):
-        return type(x) is list and len(x) > 0 and all(type(text) is str for text in x)
-
-    for key in ("iterations", "batch_size", "gen_len", "ppo_epochs", "minibatch_size"):
-        check(key, is_whole(values[key], 1), "a whole number, at least 1")
-    for key in ("save_freq", "eval_samples"):
+    counts = ("iterations", "batch_size", "gen_len", "ppo_epochs", "minibatch_size")
+    for key in (*counts, "save_freq", "eval_samples"):
         check(key, is_whole(values[key], 1), "a whole number, at least 1")
     for key in ("explain", "seed"):
         check(key, is_whole(values[key], 0), "a whole number, 0 to 2**32-1")
@@ -617,7 +626,9 @@ def check_values(values):
     for key in ("model_name", "reward_model_name", "reward_label", "save_dir"):
         check(key, type(values[key]) is str, "a text")
     for key in ("prompts", "held_out_prompts"):
-        check(key, is_texts(values[key]), "a list of at least one text, as ['这部电影很']")
+        texts = values[key]
+        right = type(texts) is list and texts and all(type(text) is str for text in texts)
+        check(key, right, "a list of at least one text, as ['这部电影很']")
     target, resume = values["kl_target"], values["resume"]
     right = target is None or (is_number(target) and target > 0)
     check("kl_target", right, "None or a number above 0")
@@ -687,12 +698,10 @@ def loading(key, name):
     # That the value head is new, an id is odd or a hub does not answer is dealt with here.
     for library in ("transformers", "huggingface_hub"):
         logging.get_logger(library).setLevel("ERROR")
-    where = ""
-    if Path(name).is_dir():
-        logging.disable_progress_bar()
-    else:
-        logging.enable_progress_bar()  # it may be a download
-        where = " (no local folder)"
+    where = "" if Path(name).is_dir() else " (no local folder)"
+    logging.disable_progress_bar()
+    if where and sys.stderr.isatty():
+        logging.enable_progress_bar()  # somebody may be waiting for a download
     advice = (
         "Three ways out: name a local folder that holds the model; set HF_ENDPOINT to a mirror in "
         "the shell; or train small models with offline=True"
@@ -701,27 +710,22 @@ def loading(key, name):
         yield
 
 
-def check_prompts(config, tokenizer, n_positions):
-    """Every opening must be a text that the model can read, with room for the response."""
+def check_prompts(config, tokenizer, n_positions, key):
+    """Every opening must be a text that the model of `key` can read, with room for a response."""
 
-    def length(opening):
-        return len(tokenizer(opening)["input_ids"])
-
-    openings = config["prompts"] + config["held_out_prompts"]
-    for opening in openings:
+    gen_len, openings = config["gen_len"], config["prompts"] + config["held_out_prompts"]
+    for opening in sorted(openings, key=len, reverse=True):
         ids = tokenizer(opening, add_special_tokens=False)["input_ids"]
         unknown = ids.count(tokenizer.unk_token_id)
-        note = f"prompt {opening!r}: {unknown} of its {len(ids)} tokens are unknown to the model"
-        if 2 * unknown >= len(ids):
+        note = f"prompt {opening!r}: {unknown} of its {len(ids)} tokens are unknown to {key}"
+        if 2 * unknown >= len(ids):  # an empty one has no tokens at all
             raise ConfigError(f"{note}; it should be a text that the model can read")
         if unknown:
             say(f"warning: {note}")
-    longest = max(openings, key=length)
-    if length(longest) + config["gen_len"] > n_positions:
-        raise ConfigError(
-            f"gen_len={config['gen_len']}: prompt {longest!r} leaves room for "
-            f"{n_positions - length(longest)} tokens in a model of {n_positions} positions"
-        )
+        room = n_positions - len(tokenizer(opening)["input_ids"])
+        if gen_len > room:
+            space = f"leaves room for {room} tokens in the {n_positions} positions of {key}"
+            raise ConfigError(f"gen_len={gen_len}: prompt {opening!r} {space}")
 
 
 def find_label(sentiment_pipe, reward_label):
@@ -729,8 +733,8 @@ def find_label(sentiment_pipe, reward_label):
     labels = [str(label) for label in sentiment_pipe.model.config.id2label.values()]
     found = [label for label in labels if label.lower().startswith(reward_label.lower())]
     if len(found) != 1:
-        raise ConfigError(f"reward_label={reward_label!r} fits {len(found)} labels; it should "
-                          f"begin exactly one of: {'; '.join(labels)}")  # fmt: skip
+        fits = f"reward_label={reward_label!r} fits {len(found)} labels"
+        raise ConfigError(f"{fits}; it should begin exactly one of: {'; '.join(labels)}")
     return found[0]
 
 
@@ -750,8 +754,9 @@ def parse_overrides(arguments):
 
 def device_advice(error):
     """What a user can do about an error of the device, "" if nothing is known."""
-    text = f"{type(error).__name__} {error}".lower()
-    if re.search("out of memory|memoryerror|alloc_failed|allocate memory|enough memory", text):
+    text = f"{type(error).__name__}: {error}".lower()
+    signs = ("out of memory", "memoryerror", "alloc_failed", "allocate memory", "enough memory")
+    if any(sign in text for sign in signs):
         return "out of memory; lower minibatch_size, then batch_size (a resumed run may too)"
     if "no kernel image" in text:
         return "this build of torch does not serve this GPU; use device=cpu or another build"

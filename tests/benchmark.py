@@ -60,8 +60,14 @@ def peak_memory_gib():
 
 def write_models(folder):
     """Random weights in the hub models' sizes (12 layers of 768, vocabulary 21,128), as folders."""
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
-    from transformers import GPT2Config, GPT2LMHeadModel, logging
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        BertTokenizer,
+        GPT2Config,
+        GPT2LMHeadModel,
+        logging,
+    )
 
     logging.disable_progress_bar()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"，。！？"]
@@ -185,8 +191,9 @@ def needed_products(trainer):
     Padding is not needed, and neither is the language model head on the openings, a second look at
     an opening in the rollout, or a look at the last token, which predicts nothing.
     """
-    import rlhf_sentiment
     from transformers import AutoConfig
+
+    import rlhf_sentiment
 
     config, batch, gpt2 = trainer.config, trainer.last_batch, trainer.model.config
     bert = AutoConfig.from_pretrained(config["reward_model_name"])

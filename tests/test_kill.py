@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.test_main import assert_same_end
+from tests.helpers import assert_same_end
 
 pytestmark = pytest.mark.skipif("not config.getoption('--slow')", reason="only with --slow")
 

@@ -51,7 +51,7 @@ def test_the_two_commands_are_in_both_languages():
 
 def test_the_token_table_adds_up():
     table = README.split("```text\n  logprobs")[1].split("```")[0].splitlines()[1:]
-    names = "logprobs reference kl rewards values advantage returns whitened".split()
+    names = ["logprobs", "reference", "kl", "rewards", "values", "advantage", "returns", "whitened"]
     rows = [
         dict(zip(names, map(float, line.split())))
         for line in (" ".join(line.split()[:8]) for line in table)

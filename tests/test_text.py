@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from rlhf_sentiment import (
+    config,
     decode_responses,
     encode_prompts,
     generate_responses,
-    prompts,
     score_texts,
 )
 from tests.conftest import LABELS, write_judge
+
+prompts = config["prompts"]
 
 
 def test_prompts_open_a_document_and_do_not_close_it(loaded):
@@ -42,7 +44,7 @@ def test_a_batch_is_generated_as_if_each_row_were_alone(loaded):
 
 def test_responses_end_at_their_first_sep_and_hold_no_prompt(loaded):
     model, _, tokenizer, _ = loaded
-    end = tokenizer.sep_token_id
+    end = tokenizer.eos_token_id
     with torch.no_grad():  # make [SEP] about as likely as everything else together
         model.lm_head.weight[end] *= 4
     torch.manual_seed(0)
@@ -84,6 +86,7 @@ def test_decoded_text_is_as_a_person_would_write_it(loaded):
     assert decode("good", "##s", "很", "好", "iphone", "7") == "goods很好iphone 7"
     assert decode("“", "好", "”", "！", "very", "good") == "“好”！very good"
     assert decode("[SEP]") == decode("[PAD]", "[CLS]", "[UNK]", "[MASK]") == ""
+    assert decode("##s", "very", "##s") == "s verys"  # it goes on with a word of the opening
 
 
 def test_the_score_is_looked_up_by_label_and_not_by_place(loaded, tmp_path):

@@ -8,8 +8,13 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import rlhf_sentiment
-from rlhf_sentiment import decode_responses, encode_prompts, generate_responses, load_models
-from rlhf_sentiment import held_out_prompts, prompts, score_texts
+from rlhf_sentiment import (
+    decode_responses,
+    encode_prompts,
+    generate_responses,
+    load_models,
+    score_texts,
+)
 from tests.tiny_models import CACHE, build, make_review, make_reviews
 
 TINY = {"gpt2_steps": 2, "classifier_steps": 2}
@@ -37,7 +42,8 @@ def test_the_judge_is_right_about_reviews_that_it_has_not_seen(stand_ins):
 def test_the_untrained_policy_writes_both_kinds_about_equally_often(stand_ins):
     model, _, tokenizer, judge = stand_ins
     torch.manual_seed(0)
-    for openings in (prompts, held_out_prompts):
+    for key in ("prompts", "held_out_prompts"):
+        openings = rlhf_sentiment.config[key]
         queries = encode_prompts(tokenizer, openings * 50)
         responses = generate_responses(model, tokenizer, queries, 16)
         texts = [o + t for o, t in zip(openings * 50, decode_responses(tokenizer, responses))]

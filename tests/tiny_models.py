@@ -136,7 +136,7 @@ OPENINGS = [
     ("这部电影很", FILM, FILM_ADJECTIVES),
     ("说实话，真的很", SHOPPING, ANY_ADJECTIVES),
     ("这次购物总的来说体验很", SHOPPING, EXPERIENCE_ADJECTIVES),
-    ("东西用了几天，感觉", SHOPPING, None),
+    ("用了几天，感觉", SHOPPING, None),
     ("老实说，真的很", SHOPPING, ANY_ADJECTIVES),
     ("包裹今天到了，", SHOPPING, None),
     ("在直播间下的单，", SHOPPING, None),
@@ -254,20 +254,41 @@ def make_models(folder, gpt2_steps=900, classifier_steps=500):
     texts, labels = make_reviews(20_000)
     gpt2_folder, classifier_folder = folder / "gpt2", folder / "roberta"
     tokenizer = make_tokenizer(texts, gpt2_folder)
-    special = {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id,
-               "pad_token_id": tokenizer.pad_token_id}
-    gpt2 = GPT2LMHeadModel(GPT2Config(
-        vocab_size=len(tokenizer), n_positions=128, n_embd=128, n_layer=2, n_head=4,
-        activation_function="gelu_pytorch_tanh",
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **special,
-    ))
+    special = {
+        "bos_token_id": tokenizer.cls_token_id,
+        "eos_token_id": tokenizer.sep_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=len(tokenizer),
+            n_positions=128,
+            n_embd=128,
+            n_layer=2,
+            n_head=4,
+            activation_function="gelu_pytorch_tanh",
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **special,
+        )
+    )
     gpt2.loss_type = "ForCausalLM"  # else transformers says at length that it assumes this
-    classifier = BertForSequenceClassification(BertConfig(
-        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=256, max_position_embeddings=128, pad_token_id=tokenizer.pad_token_id,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        id2label=LABELS, label2id={name: i for i, name in LABELS.items()},
-    ))
+    classifier = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=256,
+            max_position_embeddings=128,
+            pad_token_id=tokenizer.pad_token_id,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            id2label=LABELS,
+            label2id={name: i for i, name in LABELS.items()},
+        )
+    )
     print("offline models: building them once, kept in", folder.parent)
     with tqdm(total=gpt2_steps + classifier_steps, desc="training them", disable=None) as bar:
         train(gpt2, make_batches(tokenizer, texts, None, gpt2_steps), 3e-3, bar)
@@ -283,7 +304,9 @@ def make_models(folder, gpt2_steps=900, classifier_steps=500):
 def checksums(folder):
     """`{relative path: sha256}` of every file below `folder`, the list itself left out."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "checksums.json")
-    return {p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    return {
+        p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files
+    }
 
 
 def is_intact(folder):
@@ -313,7 +336,9 @@ def build(cache=CACHE, **recipe):
                 torch.manual_seed(0)
                 random.seed(0)
                 make_models(building, **recipe)
-            (building / "checksums.json").write_text(json.dumps(checksums(building)), encoding="utf-8")
+            (building / "checksums.json").write_text(
+                json.dumps(checksums(building)), encoding="utf-8"
+            )
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(building, folder)
         finally:
