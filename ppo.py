@@ -45,15 +45,19 @@ def masked_mean(x, mask):
     return x.masked_fill(mask == 0, 0).sum() / mask.sum()
 
 
+def masked_variance(x, mask):
+    """Variance of `x` over the cells where `mask` is 1, a scalar; 0 for a single cell."""
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+
 def masked_whiten(x, mask):
     """Shift and scale `x` to mean 0 and variance 1 over the real tokens; 0 on the padding.
 
     A departure from the article, which uses the advantages as they are: whitened, they leave the
     step size to the learning rate, whatever the units of the score.
     """
-    mean = masked_mean(x, mask)
-    variance = masked_mean((x - mean) ** 2, mask)
-    return ((x - mean) * torch.rsqrt(variance + 1e-8)).masked_fill(mask == 0, 0)
+    scale = torch.rsqrt(masked_variance(x, mask) + 1e-8)
+    return ((x - masked_mean(x, mask)) * scale).masked_fill(mask == 0, 0)
 
 
 def compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
@@ -67,10 +71,10 @@ def compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     `rewards` what is `scores` here.
     """
     kl_penalty = -kl_coef * (logprobs - ref_logprobs)
-    rewards = kl_penalty.masked_fill(mask == 0, 0)
-    last = mask.long().sum(1) - 1  # (B,): the column of each row's last real token
-    rewards[torch.arange(len(rewards)), last] += scores
-    return rewards
+    column = torch.arange(mask.shape[1], device=mask.device)
+    is_last = column == mask.long().sum(1, keepdim=True) - 1  # (B, R)
+    rewards = kl_penalty + is_last * scores.unsqueeze(1)
+    return rewards.masked_fill(mask == 0, 0)
 
 
 @torch.no_grad()  # advantages and returns are targets: constants of the optimization
@@ -135,9 +139,9 @@ def explained_variance(values, returns, mask):
     How much of the spread of the returns the critic foresaw: 1 all of it, 0 nothing, as if it said
     the same of every state; below 0 it is worse than that.
     """
-    real = mask != 0
-    error, spread = (returns - values)[real].var(correction=0), returns[real].var(correction=0)
-    return torch.where(spread > 0, 1 - error / spread, 0.0)
+    unforeseen = masked_variance(returns - values, mask)
+    spread = masked_variance(returns, mask)
+    return torch.where(spread > 0, 1 - unforeseen / spread, 0.0)
 
 
 # ------------------------------------------- how far PPO could get (not needed to train)
@@ -424,7 +428,7 @@ class PPOTrainer:
         columns = ("old_logprobs", "ref_logprobs", "token_kl", "rewards", "values")
         columns += ("advantages", "returns", "whitened", "ratio")
         lines = ["".join(f"{name:>{len(name) + 2}}" for name in columns) + "  token"]
-        ids = row["labels"][row["mask"] != 0].tolist()
+        ids = row["labels"][0].tolist()[: int(row["mask"].sum().item())]
         for t, token in enumerate(tokenizer.convert_ids_to_tokens(ids)):
             numbers = (f"{row[name][0, t].item():{len(name) + 2}.3f}" for name in columns)
             clipped = abs(row["ratio"][0, t].item() - 1) > self.config["cliprange"]

@@ -7,10 +7,16 @@
 
 Everything is measured side by side in one run, because a ratio means something on a busy machine
 and a time does not. Without model names both models get random weights: speed does not depend on
-what the weights are. The last lines are `name value` pairs.
+what the weights are. The last lines are `name value` pairs:
+
+    ratio_floor        our time over that of the bare matrix products of the same work
+    ratio_article      our responses per second over the article's, for the same work
+    ratio_article_own  the same, each program at its own published settings
+    ratio_trl          over those of TRL's PPOTrainer, for the same work
 """
 
 import argparse
+import functools
 import json
 import random
 import resource
@@ -152,7 +158,7 @@ def measure_article(config, n_samples):
         return logprobs[:, -gen_len:], values[:, -gen_len - 1 : -1]
 
     def one_iteration():
-        prompts = [random.choice(rlhf_sentiment.prompts) for _ in range(n_samples)]
+        prompts = [random.choice(config["prompts"]) for _ in range(n_samples)]
         queries = [torch.tensor(tokenizer.encode(p), device=model.device) for p in prompts]
         sequences = [
             model.generate(query[None], attention_mask=torch.ones_like(query[None]),
@@ -193,8 +199,6 @@ def needed_products(trainer):
     """
     from transformers import AutoConfig
 
-    import rlhf_sentiment
-
     config, batch, gpt2 = trainer.config, trainer.last_batch, trainer.model.config
     bert = AutoConfig.from_pretrained(config["reward_model_name"])
     n_rows, width = len(batch["mask"]), gpt2.n_embd
@@ -220,7 +224,7 @@ def needed_products(trainer):
 
     # rollout: each distinct opening once, then every row token by token
     size = width // gpt2.n_head
-    add_layers(body, query * len(rlhf_sentiment.prompts), 1)
+    add_layers(body, query * len(config["prompts"]), 1)
     add_layers(body, n_rows, response - 1)
     add_layers(head, n_rows, response)
     for t in range(1, response):
@@ -252,7 +256,7 @@ def measure_floor(trainer):
     for (batch, m, k, n), count in needed_products(trainer).items():
         left = torch.randn(*[batch] * (batch > 1), m, k, device=device, dtype=dtype)
         right = torch.randn(*[batch] * (batch > 1), k, n, device=device, dtype=dtype)
-        total += count * clock(lambda: left @ right, repeats=9)
+        total += count * clock(functools.partial(torch.matmul, left, right), repeats=9)
     return total
 
 
@@ -326,6 +330,7 @@ def sweep(config):
 def report(config, options):
     """Measure every side and print the table and the `name value` lines."""
     from ppo import sequence_kl
+    from rlhf_sentiment import config as start_values
 
     phases, ours, tokens, trainer = measure_program(config, options.iterations)
     batch, peak = trainer.last_batch, peak_memory_gib()
@@ -344,11 +349,14 @@ def report(config, options):
         "kl_per_token": (sequence_kl(batch).sum() / batch["mask"].sum()).item(),
     }
     del trainer, batch
-    results["ratio_article"] = ours / measure_article(config, options.article_samples)
+    article = measure_article(config, options.article_samples)
+    own = {**config, **{key: start_values[key] for key in WORK}}
+    results |= {
+        "ratio_article": ours / article,
+        "ratio_article_own": measure_program(own, options.iterations)[1] / article,
+    }
     if options.trl:
-        import rlhf_sentiment
-
-        work = json.dumps({**config, "prompts": rlhf_sentiment.prompts})
+        work = json.dumps(config)
         times = "--iterations", str(options.iterations)
         trl = ask(options.trl, "--child", "trl", "--config", work, *times)["responses_per_second"]
         slow = measure_program({**config, "dtype": "fp32"}, 1)[1]

@@ -11,7 +11,6 @@ import rlhf_sentiment
 from tests.conftest import SMALL, write_gpt2, write_judge
 from tests.helpers import as_arguments, script
 
-
 COMMIT = "0" * 40
 
 

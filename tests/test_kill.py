@@ -24,7 +24,7 @@ def work(config, queue):
 
     import rlhf_sentiment
 
-    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     queue.put(rlhf_sentiment.main(config))
 
 
