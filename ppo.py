@@ -382,7 +382,7 @@ class PPOTrainer:
     def minibatches(self, batch, order):
         """Cut the rows of `batch` in the given order; the last minibatch may be smaller."""
         for rows in order.split(self.config["minibatch_size"]):
-            yield {name: tensor[rows.to(tensor.device)] for name, tensor in batch.items()}
+            yield {name: tensor[rows] for name, tensor in batch.items()}
 
     def update(self, batch):
         """`ppo_epochs` passes over shuffled minibatches; returns mean stats as 0-d tensors."""

@@ -2,13 +2,14 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_value_head import GPT2HeadWithValueModel
-from ppo import PPOTrainer, masked_whiten, sequence_kl
+from ppo import PPOTrainer, masked_whiten, mixed_precision, read_scores, sequence_kl
 
 QUERIES = [torch.tensor([2, 8, 9, 10]), torch.tensor([2, 11]), torch.tensor([2, 12, 13])]
 RESPONSES = [torch.tensor([14, 15, 3]), torch.tensor([16]), torch.tensor([17, 18, 19, 20, 21])]
@@ -126,6 +127,7 @@ def test_the_reported_kl_is_the_trained_one_and_positive_when_the_policy_has_mov
     assert torch.allclose(rewards[0, :2], penalty[0, :2], atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:more steps than")
 def test_both_learning_rates_fall_in_a_straight_line_to_0_and_stay_there(trainer):
     seen = []
     for _ in range(trainer.config["iterations"] + 2):
@@ -196,15 +198,123 @@ def test_a_reference_that_shares_weights_is_refused(loaded, settings):
         PPOTrainer(model, model, settings)
 
 
-def test_the_token_table_shows_every_real_token(trainer, loaded):
+def table(trainer, tokenizer):
+    """The printed token table as a dict for each token."""
+    head, *rows = trainer.explain(tokenizer).split("\n")
+    return [dict(zip(head.split(), row.split())) | {"line": row} for row in rows]
+
+
+def test_the_token_table_adds_up_from_left_to_right(trainer, loaded):
+    """After an update that has moved the policy, so that no column is 0."""
     trainer.step(QUERIES, RESPONSES, SCORES)
-    lines = trainer.explain(loaded[2]).split("\n")
-    assert len(lines) == 1 + len(RESPONSES[0]) and "[SEP]" in lines[-1]
-    rows = [dict(zip(lines[0].split(), line.split())) for line in lines[1:]]
-    assert sum(float(row["rewards"]) for row in rows) == pytest.approx(SCORES[0], abs=0.002)
-    for row in rows:
-        value, advantage, target = (float(row[k]) for k in ("values", "advantages", "returns"))
-        assert value + advantage == pytest.approx(target, abs=0.002)
+    trainer.step(QUERIES, RESPONSES, SCORES)
+    rows = table(trainer, loaded[2])
+    assert len(rows) == len(RESPONSES[0]) and rows[-1]["token"] == "[SEP]"
+    names = ("old_logprobs", "ref_logprobs", "token_kl", "rewards", "values", "advantages")
+    number = {name: [float(row[name]) for row in rows] for name in (*names, "returns")}
+    for t, kl in enumerate(number["token_kl"]):
+        assert kl == pytest.approx(number["old_logprobs"][t] - number["ref_logprobs"][t], abs=0.002)
+        to_come = sum(number["rewards"][t:])
+        assert number["returns"][t] == pytest.approx(to_come, abs=0.003)
+        advantage = number["returns"][t] - number["values"][t]
+        assert number["advantages"][t] == pytest.approx(advantage, abs=0.002)
+    assert max(map(abs, number["token_kl"])) > 0.01
+    paid = sum(number["rewards"]) + trainer.config["kl_coef"] * sum(number["token_kl"])
+    assert paid == pytest.approx(SCORES[0], abs=0.005)
+
+
+def test_the_ratio_column_shows_how_much_likelier_the_update_made_a_token(trainer, loaded):
+    trainer.step(QUERIES, RESPONSES, SCORES)
+    before = trainer.last_batch["old_logprobs"][0]
+    now = trainer.forward(trainer.model, trainer.last_batch)[0][0]
+    for t, row in enumerate(table(trainer, loaded[2])):
+        ratio = (now[t] - before[t]).exp().item()
+        assert float(row["ratio"]) == pytest.approx(ratio, abs=0.001)
+
+
+def test_a_token_is_called_clipped_where_its_ratio_left_the_range_on_either_side(trainer, loaded):
+    trainer.step(QUERIES, RESPONSES, SCORES)
+    for shift in (-1.0, -0.1, 0.1, 1.0):  # log ratios
+        logprobs = trainer.forward(trainer.model, trainer.last_batch)[0].detach()
+        trainer.last_batch["old_logprobs"] = logprobs - shift
+        marks = ["(clipped)" in row["line"] for row in table(trainer, loaded[2])]
+        assert marks == [abs(shift) == 1.0] * len(RESPONSES[0])
+
+
+# ------------------------------------------------------------- what keeps the numbers what they are
+
+
+def test_scores_may_be_any_numbers_but_there_must_be_one_for_each_response():
+    for scores in ([1, 0], [True, False], torch.tensor([[1.0], [0.0]]), (1.0, 0.0)):
+        read = read_scores(scores, 2)
+        assert read.dtype == torch.float32 and read.tolist() == [1.0, 0.0]
+    for scores, came in (([1.0], "got 1"), (["good", "bad"], "got 0"), (None, "got 0, in None")):
+        with pytest.raises(ValueError, match=f"a reward should give 2 numbers.*{came}"):
+            read_scores(scores, 2)
+
+
+def test_a_step_beyond_the_last_is_warned_of(trainer):
+    """By then the learning rate is 0: nothing is learned, and nothing else would say so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(trainer.config["iterations"]):
+            trainer.step(QUERIES, RESPONSES, SCORES)
+    before = weights(trainer.model)
+    with pytest.warns(UserWarning, match="the learning rate is 0"):
+        trainer.step(QUERIES, RESPONSES, SCORES)
+    assert same(before, weights(trainer.model))
+
+
+def test_the_reference_has_no_dropout_even_after_train(loaded, settings):
+    """The hub's config has dropout of 0.1; with it the KL would be noise from the first step."""
+    model, ref_model, _, _ = loaded
+    trainer = PPOTrainer(model, ref_model.train(), settings)
+    batch = trainer.old_pass(QUERIES, RESPONSES)
+    assert torch.allclose(batch["old_logprobs"], batch["ref_logprobs"], atol=1e-6)
+    assert not any(parameter.requires_grad for parameter in ref_model.parameters())
+
+
+def test_one_epoch_of_one_minibatch_is_an_update_too(trainer):
+    trainer.config.update(ppo_epochs=1, minibatch_size=100)
+    stats = trainer.step(QUERIES, RESPONSES, SCORES)
+    assert stats["clipfrac"] == 0.0 and stats["approx_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_in_half_precision_only_the_products_are_rounded(trainer):
+    """bf16 has 8 bits for a number: kept in it, values and log-probs would be useless."""
+    exact = trainer.old_pass(QUERIES, RESPONSES)
+    trainer.config["dtype"] = "bf16"
+    rounded = trainer.old_pass(QUERIES, RESPONSES)
+    for name in ("old_logprobs", "ref_logprobs", "values", "entropy"):
+        assert rounded[name].dtype == torch.float32
+        assert torch.allclose(rounded[name], exact[name], atol=0.2)
+    assert not torch.equal(rounded["old_logprobs"], exact["old_logprobs"])
+
+
+@pytest.mark.parametrize(
+    "device, dtype, hardware, wanted",
+    [
+        ("cuda", "auto", True, True),
+        ("cuda:1", "auto", False, False),  # emulated bf16 is slower than float32
+        ("cpu", "auto", True, True),
+        ("cpu", "auto", False, False),
+        ("mps", "auto", True, False),
+        ("cpu", "bf16", False, True),
+        ("cuda", "fp32", True, False),
+    ],
+)
+def test_bf16_is_taken_where_the_hardware_multiplies_it_fast(
+    device, dtype, hardware, wanted, monkeypatch
+):
+    def supported(including_emulation=True):
+        return including_emulation or hardware
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: hardware)
+    chosen = []
+    monkeypatch.setattr(torch, "autocast", lambda kind, **options: chosen.append((kind, options)))
+    mixed_precision(device, dtype)
+    assert chosen == [(device[:4].rstrip(":"), {"dtype": torch.bfloat16, "enabled": wanted})]
 
 
 # ------------------------------------------------------------------- does it learn, and is it held
