@@ -16,12 +16,12 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, GPT2LMHeadModel
 
-# Sampling from the policy itself. `generate` has top_k=50 if it is left out, and then the tokens
-# come from another distribution than the one whose log-probs PPO computes: the KL goes negative.
+# Sampling from the policy itself. `generate` defaults to top_k=50, and then the tokens would come
+# from another distribution than the one whose log-probs PPO computes: the KL goes negative.
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
-# How to load weights: as float32 whatever the file holds, for half precision would lose steps of
-# 1e-5, and with a report for check_model on what is missing or has another shape.
+# How to load weights: as float32 whatever the file holds, because updates of 1e-5 vanish in half
+# precision, and with a report for check_model on what is missing or has another shape.
 LOAD = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
@@ -67,12 +67,12 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
             nn.init.zeros_(module.weight)
             nn.init.zeros_(module.bias)
 
-    def logits_and_values(self, input_ids, attention_mask, places=slice(None)):
+    def logits_and_values(self, input_ids, attention_mask, positions=slice(None)):
         """Next-token logits and values, `(B, T, V)` and `(B, T)`, for rows padded on either side.
 
-        `input_ids` and `attention_mask` are `(B, T)`, V is the size of the vocabulary. `places`, a
-        slice of the T positions, limits the result to those: the logits are by far the largest
-        tensor here (V is 21,128 for the hub model).
+        `input_ids` and `attention_mask` are `(B, T)`, V is the size of the vocabulary. `positions`,
+        a slice, limits the result to those of the T: the logits are by far the largest tensor here
+        (V is 21,128 for the hub model).
         """
         # Positions count real tokens only. A bare forward counts the pads as well, and a
         # left-padded row would then score other log-probs than those it was sampled with.
@@ -80,11 +80,11 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
         output = self.transformer(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         )
-        hidden_states = output.last_hidden_state[:, places]  # (B, T, hidden_size)
+        hidden_states = output.last_hidden_state[:, positions]  # (B, T, hidden_size)
         return self.lm_head(hidden_states), self.v_head(hidden_states)
 
     def save_pretrained(self, folder, **options):
-        """Write a checkpoint that any program takes for what it is, a GPT-2."""
+        """Write a checkpoint that any program can load as a GPT-2."""
         super().save_pretrained(folder, **options)
         # It now names this class, which other programs do not have: TRL, for one, stops there.
         self.config.architectures = ["GPT2LMHeadModel"]
@@ -119,11 +119,11 @@ def load_tokenizer(name):
         single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, start_id)]
     )
     if isinstance(backend.decoder, WordPiece):
-        # WordPiece puts a blank before each token; a person writes none beside a Chinese character.
+        # WordPiece puts a space before each token; a person writes none beside a Chinese character.
         # A first piece "##s" continues a word of the opening.
         wide = "[\u2014-\u2026\u3000-\u9fff\uf900-\uffef]"  # Chinese characters and punctuation
-        no_blanks = Replace(Regex(f"^##|(?<={wide}) | (?={wide})"), "")
-        backend.decoder = Sequence([backend.decoder, Fuse(), no_blanks])
+        no_spaces = Replace(Regex(f"^##|(?<={wide}) | (?={wide})"), "")
+        backend.decoder = Sequence([backend.decoder, Fuse(), no_spaces])
     special = {"pad_token": end} | tokenizer.special_tokens_map
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -148,12 +148,13 @@ def load_gpt2(name):
     # The hub's config puts start and end outside the vocabulary: no text would ever end.
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     ids["pad_token_id"] = tokenizer.pad_token_id
+    # The other two would tell other programs to load another tokenizer and to write 320 tokens.
     config.update({**ids, "tokenizer_class": None, "task_specific_params": None})
     if config.activation_function == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"  # the same function in one fused kernel
     model, report = GPT2HeadWithValueModel.from_pretrained(name, config=config, **LOAD)
     check_model(model, report, tokenizer, spare_rows=0)
-    # Rules of its own that a checkpoint brings along would change the policy behind PPO's back.
+    # A checkpoint's own sampling settings would change the policy behind PPO's back.
     model.generation_config = GenerationConfig(**ids, **SAMPLING)
     return model.eval(), tokenizer
 

@@ -1,5 +1,12 @@
 """PPO for a language model, by hand: the formulas as pure functions, then the trainer.
 
+The idea: the critic (the value head) guesses before each token how much reward is still to come,
+the *value*. The *return* is what did come. The *advantage* is how much better the token turned out
+than the critic had expected, and PPO makes tokens with a positive advantage likelier. GAE is a way
+to estimate it: `lam` chooses between the noise of the sampled rewards (1) and trust in the critic
+(0). The *ratio* is how much likelier the update has made a token than it was when it was sampled;
+PPO stops pushing a token whose ratio has left 1 +- cliprange.
+
 Shapes: B responses in a batch, Q the longest query, R the longest response, V the vocabulary.
 Words:  `old_` is the policy that wrote the responses, before this iteration's update; `ref_` is the
 frozen reference model; no prefix is the policy as it is now, in the middle of the update. `mask` is
@@ -73,7 +80,7 @@ def compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     kl_penalty = -kl_coef * (logprobs - ref_logprobs)
     column = torch.arange(mask.shape[1], device=mask.device)
     is_last = column == mask.long().sum(1, keepdim=True) - 1  # (B, R)
-    rewards = kl_penalty + is_last * scores.unsqueeze(1)
+    rewards = kl_penalty + torch.where(is_last, scores.unsqueeze(1), 0.0)
     return rewards.masked_fill(mask == 0, 0)
 
 
@@ -87,7 +94,8 @@ def compute_advantages(rewards, values, mask, gamma, lam):
 
     Neither is whitened: returns must stay in units of reward.
     """
-    rewards, values = rewards.masked_fill(mask == 0, 0), values.masked_fill(mask == 0, 0)
+    rewards = rewards.masked_fill(mask == 0, 0)
+    values = values.masked_fill(mask == 0, 0)
     advantages = torch.zeros_like(values)
     next_value = next_advantage = torch.zeros_like(values[:, 0])  # (B,)
     for t in reversed(range(values.shape[1])):
@@ -142,37 +150,6 @@ def explained_variance(values, returns, mask):
     unforeseen = masked_variance(returns - values, mask)
     spread = masked_variance(returns, mask)
     return torch.where(spread > 0, 1 - unforeseen / spread, 0.0)
-
-
-# ------------------------------------------- how far PPO could get (not needed to train)
-
-
-def best_possible(scores, kl_coef):
-    """The ceiling: what no policy can beat, from scores of the reference's own samples, `(P, N)`.
-
-    E[score] - kl_coef * KL(pi || ref) is largest for pi* ~ ref * exp(score / kl_coef) (Korbak et
-    al. 2022, arXiv:2205.11275). For each of P openings, with means over its N samples:
-
-        J* - J(pi) = kl_coef * KL(pi || pi*), never below 0
-
-        w         = exp(score / kl_coef)
-        J*        = kl_coef * log mean(w)
-        E*[score] = mean(score * w) / mean(w)
-        KL*       = (E*[score] - J*) / kl_coef
-
-    `effective_samples` = (sum w)^2 / sum w^2 of the worst opening: so many samples carry J*; with
-    few it is too low.
-    """
-    scores = torch.as_tensor(scores, dtype=torch.float64)
-    log_w = scores / kl_coef  # up to thousands: w itself would overflow
-    share = log_w.softmax(1)  # w / sum(w)
-    score = (share * scores).sum(1)  # (P,)
-    objective = kl_coef * (log_w.logsumexp(1) - math.log(scores.shape[1]))
-    kl = (score - objective) / kl_coef
-    effective_samples = 1 / share.square().sum(1)
-    result = {"score": score.mean(), "kl": kl.mean(), "objective": objective.mean()}
-    result["effective_samples"] = effective_samples.min()
-    return {name: value.item() for name, value in result.items()}
 
 
 # ---------------------------------------------------------------------------- the KL coefficient
@@ -254,7 +231,8 @@ def sequence_kl(batch):
     log pi(y) - log pi_ref(y) of one sample y is an unbiased estimate of KL(pi || pi_ref): on
     average it is positive, on a single response it often is not.
     """
-    return ((batch["old_logprobs"] - batch["ref_logprobs"]) * batch["mask"]).sum(1)
+    token_kl = batch["old_logprobs"] - batch["ref_logprobs"]
+    return token_kl.masked_fill(batch["mask"] == 0, 0).sum(1)
 
 
 def read_scores(scores, n):
@@ -268,7 +246,7 @@ def read_scores(scores, n):
         numbers = []
     if len(numbers) != n:
         came = f"{len(numbers)}, in {repr(scores)[:80]}"
-        raise ValueError(f"a reward should give {n} numbers, one for each response; got {came}")
+        raise ValueError(f"needed are {n} numbers, one score for each response; got {came}")
     return numbers
 
 
@@ -306,10 +284,10 @@ class PPOTrainer:
         Raises `ValueError` if these do not match, and `FloatingPointError` before the optimizer
         step if a score, a loss or a gradient is not finite.
         """
-        flat = all(ids.dim() == 1 and len(ids) for ids in [*queries, *responses])
-        if len(queries) == 0 or len(queries) != len(responses) or not flat:
+        well_formed = all(ids.dim() == 1 and len(ids) > 0 for ids in [*queries, *responses])
+        if len(queries) == 0 or len(queries) != len(responses) or not well_formed:
             counts = f"{len(queries)} queries and {len(responses)} responses"
-            raise ValueError(f"{counts}: as many are needed, each a 1-D tensor of at least one id")
+            raise ValueError(f"{counts}: there must be as many, each a non-empty 1-D tensor of ids")
         scores = read_scores(scores, len(responses))
         if not torch.isfinite(scores).all():
             raise FloatingPointError(f"iteration {self.iteration + 1}: a score is not finite")
@@ -352,15 +330,15 @@ class PPOTrainer:
         Q+R-2. The last column predicts nothing that is needed, so the model does not get it; of the
         others only these R columns go through the language model head.
         """
-        places = slice(-batch["labels"].shape[1], None)
+        positions = slice(-batch["labels"].shape[1], None)
         ids, attention_mask = batch["input_ids"][:, :-1], batch["attention_mask"][:, :-1]
         with mixed_precision(model.device, self.config["dtype"]):
-            logits, values = model.logits_and_values(ids, attention_mask, places)
+            logits, values = model.logits_and_values(ids, attention_mask, positions)
         return logprobs_from_logits(logits, batch["labels"]), values.float(), logits
 
     @torch.no_grad()
     def old_pass(self, queries, responses):
-        """What policy and reference think of the responses before the update, `(B, R)` each.
+        """Before the update: log-probs under policy and reference, and the critic's values.
 
         Returns the dict of `collate` with `old_logprobs`, `ref_logprobs`, `values` and `entropy`
         (of the policy's whole next-token distribution, in nats). Both models read the text that
@@ -370,7 +348,8 @@ class PPOTrainer:
         """
         # No dropout, here and in update(): it would move the ratio without any learning.
         self.model.eval()
-        batch = {k: v.to(self.model.device) for k, v in collate(queries, responses).items()}
+        batch = collate(queries, responses)
+        batch = {name: tensor.to(self.model.device) for name, tensor in batch.items()}
         parts = []
         for part in self.minibatches(batch, torch.arange(len(queries))):
             part["old_logprobs"], part["values"], logits = self.forward(self.model, part)
@@ -405,7 +384,8 @@ class PPOTrainer:
                 grad_norm = torch.nn.utils.clip_grad_norm_(
                     self.model.parameters(), self.config["max_grad_norm"]
                 )
-                if not torch.isfinite(loss.detach() + grad_norm):
+                # One question to the device, which has to be waited for, and not two.
+                if not (torch.isfinite(loss) & torch.isfinite(grad_norm)):
                     raise FloatingPointError(
                         f"iteration {self.iteration + 1}: loss {loss.item()}, gradient norm "
                         f"{grad_norm.item()}; the weights are those of the last good step"
@@ -418,8 +398,9 @@ class PPOTrainer:
     def explain(self, tokenizer):
         """The first response of the last step as a table, a row per token, for the curious.
 
-        Columns stand in the order of their computation. `value` is what the critic expected before
-        the token was chosen, `ratio` how much likelier the update has made the token.
+        Columns stand in the order of their computation. `values` is what the critic expected before
+        the token was chosen, `ratio` how much likelier the update has made the token; "(clipped)"
+        is a token that has moved so far the way its advantage pulls that its gradient is 0.
         """
         row = {name: tensor[:1] for name, tensor in self.last_batch.items()}
         row["token_kl"] = row["old_logprobs"] - row["ref_logprobs"]
@@ -431,6 +412,39 @@ class PPOTrainer:
         ids = row["labels"][0].tolist()[: int(row["mask"].sum().item())]
         for t, token in enumerate(tokenizer.convert_ids_to_tokens(ids)):
             numbers = (f"{row[name][0, t].item():{len(name) + 2}.3f}" for name in columns)
-            clipped = abs(row["ratio"][0, t].item() - 1) > self.config["cliprange"]
-            lines.append("".join(numbers) + f"  {token}" + "  (clipped)" * clipped)
+            lines.append("".join(numbers) + f"  {token}")
+            change = row["ratio"][0, t].item() - 1
+            if abs(change) > self.config["cliprange"] and change * row["whitened"][0, t].item() > 0:
+                lines[-1] += "  (clipped)"
         return "\n".join(lines)
+
+
+# ----------------------------------------------------- how far PPO could get (not needed to train)
+
+
+def best_possible(scores, kl_coef):
+    """The ceiling: what no policy can beat, from scores of the reference's own samples, `(P, N)`.
+
+    E[score] - kl_coef * KL(pi || ref) is largest for pi* ~ ref * exp(score / kl_coef) (Korbak et
+    al. 2022, arXiv:2205.11275). For each of P openings, with means over its N samples:
+
+        J* - J(pi) = kl_coef * KL(pi || pi*), never below 0
+
+        w         = exp(score / kl_coef)
+        J*        = kl_coef * log mean(w)
+        E*[score] = mean(score * w) / mean(w)
+        KL*       = (E*[score] - J*) / kl_coef
+
+    `effective_samples` = (sum w)^2 / sum w^2 of the worst opening: so many samples carry J*; with
+    few it is too low.
+    """
+    scores = torch.as_tensor(scores, dtype=torch.float64)
+    log_w = scores / kl_coef  # up to thousands: w itself would overflow
+    share = log_w.softmax(1)  # w / sum(w)
+    score = (share * scores).sum(1)  # (P,)
+    objective = kl_coef * (log_w.logsumexp(1) - math.log(scores.shape[1]))
+    kl = (score - objective) / kl_coef
+    effective_samples = 1 / share.square().sum(1)
+    result = {"score": score.mean(), "kl": kl.mean(), "objective": objective.mean()}
+    result["effective_samples"] = effective_samples.min()
+    return {name: value.item() for name, value in result.items()}

@@ -1,8 +1,8 @@
 """Teach a Chinese GPT-2 to write positive reviews: reinforcement learning from a classifier.
 
 The policy, a language model, continues review openings. The reward model, a sentiment classifier,
-reads each review and says how likely it is positive. PPO makes continuations that scored well more
-likely, while a KL penalty keeps the policy close to what it was. One iteration
+reads each review and says how likely it is positive: the score. PPO makes continuations that scored
+well more likely, while a KL penalty keeps the policy close to what it was. One iteration
 (`train_one_iteration`):
 
     1. draw a batch of openings from the pool                config["prompts"], encode_prompts
@@ -10,12 +10,14 @@ likely, while a KL penalty keeps the policy close to what it was. One iteration
     3. let the reward model score opening + continuation     score_texts
     4. update GPT-2 on (queries, responses, scores)          PPOTrainer.step in ppo.py
 
-Run it:  python rlhf_sentiment.py [key=value ...]            on a GPU, with the hub in reach
+Run it:  python rlhf_sentiment.py [key=value ...]            on a GPU, with access to the hub
          python rlhf_sentiment.py offline=True               anywhere, with small stand-in models
 
 Read it: this file down to "Plumbing", then gpt2_value_head.py, then ppo.py.
+Words:   a prompt (or opening) and a continuation are text, a query and a response their token ids.
 Shapes:  B responses in a batch, Q the longest query, R the longest response.
-"The article" is the last of the references in README.md; departures from it are named.
+"The article" is the one whose steps and names this program follows,
+【RLHF】想训练ChatGPT？先来看看强化学习（RL）+语言模型（LM）吧（附源码）; departures are named.
 """
 
 import ast
@@ -72,13 +74,13 @@ config = {
     "lr": 2e-5,  # Adam's step for the transformer; higher: faster, then unstable
     "value_lr": 3e-3,  # Adam's step for the value head, which starts from nothing
     "max_grad_norm": 1.0,  # longer gradients are shortened to this
-    # the penalty on the KL divergence from the original model
-    "kl_coef": 0.05,  # price of a nat of KL, in units of score; 0: no penalty, texts degenerate
+    # the penalty on the KL divergence from the original model (this and the next: see ppo.py)
+    "kl_coef": 0.05,  # what a nat of KL costs, in units of score; 0: no penalty, texts degenerate
     "kl_target": None,  # nats per response to steer kl_coef towards; None: kl_coef stays fixed
     "kl_horizon": 10000,  # responses over which that steering acts; smaller: acts faster
     # PPO's own
     "gamma": 1.0,  # discount per token; below 1 the score at the end fades for early tokens
-    "lam": 1.0,  # GAE: 1 trusts the sampled rewards, 0 trusts the critic (the source: 0.95)
+    "lam": 1.0,  # GAE: 1 trusts the sampled rewards, 0 the critic (the article's code: 0.95)
     "cliprange": 0.2,  # how far a ratio may leave 1 before its gradient stops
     "vf_coef": 0.1,  # weight of the value loss, whose gradient also reaches the transformer
     # where and how
@@ -115,12 +117,12 @@ def load_models(config):
 
     with loading("reward_model_name", reward_name):
         classifier, report = AutoClassifier.from_pretrained(reward_name, **LOAD)
-        reader = AutoTokenizer.from_pretrained(reward_name)
-        check_model(classifier, report, reader, spare_rows=128)
-        sentiment_pipe = pipeline("sentiment-analysis", classifier, tokenizer=reader, device=device)
-        # Whatever keeps it from being used should show now, not after the first rollout.
-        sentiment_pipe(config["prompts"], top_k=None, batch_size=64)
-    check_prompts(config, reader, longest_text(sentiment_pipe), "reward_model_name")
+        words = AutoTokenizer.from_pretrained(reward_name)
+        check_model(classifier, report, words, spare_rows=128)  # often padded to a round number
+        sentiment_pipe = pipeline("sentiment-analysis", classifier, tokenizer=words, device=device)
+        # What cannot be used should fail now, not after the first rollout.
+        sentiment_pipe(config["prompts"], top_k=None, truncation=True, max_length=8, batch_size=64)
+    check_prompts(config, words, longest_text(sentiment_pipe), "reward_model_name")
     find_label(sentiment_pipe, config["reward_label"])  # stops here if there is no such label
     return model, ref_model, tokenizer, sentiment_pipe
 
@@ -136,8 +138,8 @@ def encode_prompts(tokenizer, prompts):
 def generate_responses(model, tokenizer, queries, gen_len, do_sample=True):
     """-> list of 1-D LongTensors, each of 1..gen_len ids and ending at its first end token.
 
-    One `generate` for the whole batch, padded on the left so that every row goes on at its own last
-    token; the article generates prompt by prompt.
+    One `generate` for the whole batch, padded on the left so that every row continues from its own
+    last token; the article generates prompt by prompt.
     """
     batch = tokenizer.pad({"input_ids": queries}, padding_side="left", return_tensors="pt")
     how = SAMPLING if do_sample else {"do_sample": False}
@@ -153,14 +155,8 @@ def generate_responses(model, tokenizer, queries, gen_len, do_sample=True):
 
 
 def decode_responses(tokenizer, responses):
-    """-> list of str as a person would write them: no special tokens, no blanks beside Chinese."""
+    """-> list of str as a person would write them: no special tokens, no spaces beside Chinese."""
     return tokenizer.batch_decode(responses, skip_special_tokens=True)
-
-
-def longest_text(sentiment_pipe):
-    """How many tokens the reward model can read."""
-    limit = sentiment_pipe.tokenizer.model_max_length  # 1e30 where nobody has set it
-    return min(limit, getattr(sentiment_pipe.model.config, "max_position_embeddings", limit))
 
 
 def score_texts(sentiment_pipe, texts, reward_label):
@@ -170,11 +166,11 @@ def score_texts(sentiment_pipe, texts, reward_label):
     """
     label = find_label(sentiment_pipe, reward_label)
     longest = longest_text(sentiment_pipe)
-    # top_k=None: every label; they come sorted by score, so that places in the list mean nothing
+    # top_k=None gives every label, sorted by score: so look the label up by its name
     outputs = sentiment_pipe(texts, top_k=None, truncation=True, max_length=longest, batch_size=64)
     scores = []
     for output in outputs:
-        probability = {entry["label"]: entry["score"] for entry in output}
+        probability = {str(entry["label"]): entry["score"] for entry in output}
         scores.append(probability[label])
     return torch.tensor(scores)
 
@@ -213,6 +209,7 @@ def train_one_iteration(trainer, tokenizer, sentiment_pipe):
         "score_mean": scores.mean().item(),
         "score_std": scores.std(correction=0).item(),
         **stats,
+        # what PPO maximizes: the score less what the KL to the original model costs
         "objective": scores.mean().item() - stats["kl_coef"] * stats["kl"],
         "response_length": n_tokens / len(responses),
         "distinct": len({tuple(ids.tolist()) for ids in responses}) / len(responses),
@@ -265,7 +262,7 @@ def main(config):
 
 
 def prepare_output():
-    """Let lines come at once, also into files, and a console without Chinese replace it."""
+    """Write every line at once, also into files; print ? where the console has no Chinese."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace", line_buffering=True)
@@ -293,8 +290,9 @@ def evaluate(trainer, tokenizer, sentiment_pipe):
 
     Returns two dicts with keys "pool" and "held_out": summaries, and scores `(openings, samples)`.
     """
-    config, summaries, all_scores = trainer.config, {}, {}
+    config = trainer.config
     n, size = config["eval_samples"], config["batch_size"]
+    summaries, all_scores = {}, {}
     seed_draws(config["seed"], 2 * trainer.iteration + 1)
     for name, openings in (("pool", config["prompts"]), ("held_out", config["held_out_prompts"])):
         todo = [opening for opening in openings for _ in range(n)]
@@ -313,13 +311,16 @@ def evaluate(trainer, tokenizer, sentiment_pipe):
         all_scores[name] = torch.tensor(scores, dtype=torch.float64).view(-1, n)
         kls = torch.tensor(kls, dtype=torch.float64).view(-1, n)
         summaries[name] = summarize(responses, all_scores[name], kls, config["kl_coef"], tokenizer)
-        summaries[name]["examples"] = list(zip(texts, scores))[::n]  # one of each opening
+        firsts = range(0, len(todo), n)  # one of each opening
+        summaries[name]["examples"] = [(texts[i], scores[i]) for i in firsts]
     return summaries, all_scores
 
 
 def summarize(responses, scores, kls, kl_coef, tokenizer):
     """Means and standard errors: B lists of ids, scores and KLs `(openings, samples)` -> dict."""
-    pairs = [pair for ids in responses for pair in zip(ids, ids[1:])]
+    pairs = []  # of neighbouring tokens
+    for ids in responses:
+        pairs += zip(ids, ids[1:])
     ended = sum(ids[-1] == tokenizer.eos_token_id for ids in responses)
     summary = {
         "distinct_2": len(set(pairs)) / max(1, len(pairs)),
@@ -344,16 +345,18 @@ def compare(name, before, after, ceiling):
     """Print before, after and the ceiling of one set of openings, and the share of the gain."""
     say(f"\n{name}: a text of each opening before -> after training, with scores")
     for (old, old_score), (new, new_score) in zip(before["examples"], after["examples"]):
-        # Filled with wide blanks, so that Chinese columns stay aligned.
-        say(f"{old_score:.3f} {old:\u3000<24} -> {new_score:.3f} {new}")
+        wide = old.ljust(24, "\u3000")  # full-width spaces, so that Chinese columns stay aligned
+        say(f"{old_score:.3f} {wide} -> {new_score:.3f} {new}")
     say("           score          KL (nats)        objective     distinct-2   length  ended")
     print_row("before", before)
     print_row("after", after)
     if ceiling:
         print_row("ceiling", ceiling)
         say(f"PPO reached {ceiling['share']:.0%} of the possible gain in the objective")
-        if (n := ceiling["effective_samples"]) < 30:
-            say(f"ceiling too low, share too high: raise eval_samples (effective: {n:.0f})")
+        n = ceiling["effective_samples"]
+        if n < 30:
+            say(f"only {n:.0f} samples carry the ceiling: it is too low, the share too high; raise "
+                "eval_samples")  # fmt: skip
 
 
 def print_row(label, row):
@@ -408,8 +411,8 @@ class RunFolder:
             say(f"{start}{middle}{end}{row['seconds_total']:6.1f}")
             kls = sequence_kl(self.trainer.last_batch).tolist()
             self.samples.append(f"iteration {n}")
-            for text, score, kl in list(zip(texts, scores.tolist(), kls))[:3]:
-                self.samples.append(f"{score:.3f}  KL {kl:5.2f}  {text}")
+            for i in range(min(3, len(texts))):
+                self.samples.append(f"{scores[i].item():.3f}  KL {kls[i]:5.2f}  {texts[i]}")
                 say("      " + self.samples[-1])
         if n in (1, last) or (every and n % every == 0):
             say(self.trainer.explain(self.tokenizer))
@@ -465,7 +468,7 @@ class RunFolder:
         }
         try:
             torch.save(state, incomplete / "trainer_state.pt")
-        except RuntimeError as error:  # torch's word for a file that could not be written
+        except RuntimeError as error:  # what torch raises when it cannot write a file
             raise OSError(error) from error
         for file in incomplete.iterdir():
             with open(file, "rb+") as opened:
@@ -501,9 +504,10 @@ class RunFolder:
                 ceiling["share"] = gain / possible if possible > 0 else 0.0
             compare(name, before, after[name], ceiling)
             results[name] = {"before": before, "after": after[name], "ceiling": ceiling}
-        draw_curve(self.path, self.rows, results["pool"]["ceiling"])
+        steered = self.config["kl_target"] is not None  # then kl_coef and the objective move
+        draw_curve(self.path, self.rows, None if steered else results["pool"]["ceiling"])
         summary = {**results["pool"], "held_out": results["held_out"], "run_dir": str(self.path)}
-        write_json(self.path / "evaluation.json", summary)  # the last: now it is finished
+        write_json(self.path / "evaluation.json", summary)  # last: it marks a finished run
         say(f"\nall of it is in {self.path}")
         return summary
 
@@ -533,7 +537,7 @@ def draw_curve(folder, rows, ceiling):
     figure.savefig(folder / "curve.png", dpi=100)
 
 
-# Ctrl-C, the polite kill, and a terminal that was closed (which Windows has no signal for).
+# Ctrl-C, `kill`, and a closed terminal, for which Windows has no signal.
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 
 
@@ -562,7 +566,7 @@ def stop_signals():
 
 
 class ConfigError(ValueError):
-    """What a user can mend; the message is one line: what is wrong, and what would be right."""
+    """A mistake that the user can fix; its message is one line: what is wrong, what is right."""
 
 
 @contextmanager
@@ -571,6 +575,8 @@ def one_line(problem, kinds, advice=""):
     try:
         yield
     except kinds as error:
+        if device_advice(error):
+            raise  # out of memory, say, whatever was being done
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:400].rstrip(".")
         raise ConfigError(f"{problem} ({reason}). {advice}".rstrip()) from error
 
@@ -695,7 +701,7 @@ def build_stand_ins():
 def loading(key, name):
     """A context to load a model in: quiet, and errors become one line with three ways out."""
     say(f"loading {name}")
-    # That the value head is new, an id is odd or a hub does not answer is dealt with here.
+    # Silence warnings of what is dealt with here: a new value head, odd ids, a silent hub.
     for library in ("transformers", "huggingface_hub"):
         logging.get_logger(library).setLevel("ERROR")
     where = "" if Path(name).is_dir() else " (no local folder)"
@@ -728,6 +734,12 @@ def check_prompts(config, tokenizer, n_positions, key):
             raise ConfigError(f"gen_len={gen_len}: prompt {opening!r} {space}")
 
 
+def longest_text(sentiment_pipe):
+    """How many tokens the reward model can read."""
+    limit = sentiment_pipe.tokenizer.model_max_length  # 1e30 where nobody has set it
+    return min(limit, getattr(sentiment_pipe.model.config, "max_position_embeddings", limit))
+
+
 def find_label(sentiment_pipe, reward_label):
     """The one label of the reward model that starts with `reward_label`, case ignored."""
     labels = [str(label) for label in sentiment_pipe.model.config.id2label.values()]
@@ -747,7 +759,9 @@ def parse_overrides(arguments):
             raise ConfigError(f"{argument!r} is not key=value; the keys are: {', '.join(config)}")
         overrides[key] = text
         if type(config.get(key)) is not str and key != "resume":  # a name may well be 2024
-            with suppress(ValueError, SyntaxError, TypeError):  # what is no value stays a text
+            with suppress(
+                ValueError, SyntaxError, TypeError
+            ):  # what is no Python value stays a text
                 overrides[key] = ast.literal_eval(text)
     return overrides
 

@@ -42,7 +42,7 @@ def test_one_sample_has_an_error_of_0_and_not_nan():
 
 def test_the_share_is_1_for_the_best_policy_and_0_for_the_reference(finished, capsys, monkeypatch):
     folder = rlhf_sentiment.RunFolder.__new__(rlhf_sentiment.RunFolder)
-    folder.config = {"kl_coef": 0.2}
+    folder.config = {"kl_coef": 0.2, "kl_target": None}
     folder.path, folder.rows = Path(finished["run_dir"]), []
     monkeypatch.setattr(rlhf_sentiment, "draw_curve", lambda *_: None)
     monkeypatch.setattr(rlhf_sentiment, "write_json", lambda *_: None)

@@ -169,7 +169,7 @@ def test_a_reward_may_be_any_numbers_in_any_list(hub, tmp_path, monkeypatch, rew
 @pytest.mark.parametrize(
     "reward, came",
     [
-        (lambda texts: [0.5] * (len(texts) - 1), "should give 6 numbers.*got 5"),
+        (lambda texts: [0.5] * (len(texts) - 1), "needed are 6 numbers.*got 5"),
         (lambda texts: torch.ones(len(texts), 2), "got 12"),
         (lambda texts: texts, "got 0, in .*"),
         (lambda texts: None, "got 0, in None"),

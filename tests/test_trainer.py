@@ -184,9 +184,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer_step(trainer):
 def test_step_refuses_lists_that_do_not_match(trainer):
     with pytest.raises(ValueError, match="3 queries and 2 responses"):
         trainer.step(QUERIES, RESPONSES[:2], SCORES)
-    with pytest.raises(ValueError, match="at least one id"):
+    with pytest.raises(ValueError, match="non-empty"):
         trainer.step(QUERIES, [*RESPONSES[:2], torch.tensor([], dtype=torch.long)], SCORES)
-    with pytest.raises(ValueError, match="each a 1-D tensor"):
+    with pytest.raises(ValueError, match="non-empty 1-D tensor"):
         trainer.step([ids.unsqueeze(0) for ids in QUERIES], RESPONSES, SCORES)
     with pytest.raises(ValueError, match="0 queries"):
         trainer.step([], [], [])
@@ -232,13 +232,16 @@ def test_the_ratio_column_shows_how_much_likelier_the_update_made_a_token(traine
         assert float(row["ratio"]) == pytest.approx(ratio, abs=0.001)
 
 
-def test_a_token_is_called_clipped_where_its_ratio_left_the_range_on_either_side(trainer, loaded):
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_token_is_called_clipped_where_its_gradient_has_stopped(trainer, loaded, advantage):
+    """Beyond the range on the side to which its advantage pulls; on the other it is pulled back."""
     trainer.step(QUERIES, RESPONSES, SCORES)
-    for shift in (-1.0, -0.1, 0.1, 1.0):  # log ratios
-        logprobs = trainer.forward(trainer.model, trainer.last_batch)[0].detach()
-        trainer.last_batch["old_logprobs"] = logprobs - shift
+    logprobs = trainer.forward(trainer.model, trainer.last_batch)[0].detach()
+    trainer.last_batch["whitened"] = torch.full_like(logprobs, advantage)
+    for log_ratio in (-1.0, -0.1, 0.1, 1.0):
+        trainer.last_batch["old_logprobs"] = logprobs - log_ratio
         marks = ["(clipped)" in row["line"] for row in table(trainer, loaded[2])]
-        assert marks == [abs(shift) == 1.0] * len(RESPONSES[0])
+        assert marks == [log_ratio == advantage] * len(RESPONSES[0])
 
 
 # ------------------------------------------------------------- what keeps the numbers what they are
@@ -249,7 +252,7 @@ def test_scores_may_be_any_numbers_but_there_must_be_one_for_each_response():
         read = read_scores(scores, 2)
         assert read.dtype == torch.float32 and read.tolist() == [1.0, 0.0]
     for scores, came in (([1.0], "got 1"), (["good", "bad"], "got 0"), (None, "got 0, in None")):
-        with pytest.raises(ValueError, match=f"a reward should give 2 numbers.*{came}"):
+        with pytest.raises(ValueError, match=f"needed are 2 numbers.*{came}"):
             read_scores(scores, 2)
 
 
