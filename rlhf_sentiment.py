@@ -589,8 +589,8 @@ def check_config(given):
             raise ConfigError(f"unknown config key {key!r}; known is: {', '.join(near)}")
     full = config | given
     check_values(full)
-    # Whoever passes a changed copy of the dict has given what differs from it.
-    given = {key: value for key, value in given.items() if value != config[key]}
+    if given.keys() == config.keys():  # a changed copy of the dict: given is what differs from it
+        given = {key: value for key, value in given.items() if value != config[key]}
     if full["resume"]:
         resume = os.path.expanduser(full["resume"])
         full = stored_config(Path(resume), given) | given | {"resume": resume}
@@ -788,7 +788,8 @@ def run_as_script(arguments):
         if not device_advice(error):
             raise
         sys.exit(f"error: {device_advice(error)} ({' '.join(str(error).split())[:400]})")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # during an evaluation, or a second one
+        say("stopped; resume=<run folder> continues from its newest checkpoint")
         sys.exit(130)
 
 

@@ -140,6 +140,10 @@ def test_a_resumed_run_may_grow_but_not_change(hub, tmp_path, monkeypatch):
     shutil.copytree(Path(folder, "checkpoint-2"), Path(folder, "checkpoint-2-best"))  # the user's
     with pytest.raises(ConfigError, match="lr=0.5 for 0.001"):
         main({"resume": folder, "lr": 0.5})
+    with pytest.raises(ConfigError, match="lr=2e-05 for 0.001"):  # the start value, but given
+        main({"resume": folder, "lr": rlhf_sentiment.config["lr"]})
+    with pytest.raises(ConfigError, match="finished after 2"):  # in a whole copy it is not
+        main({**rlhf_sentiment.config, "resume": folder})
     with pytest.raises(ConfigError, match=r"prompts=\['这部电影很'\] for \['刚收到货"):
         main({"resume": folder, "prompts": ["这部电影很"]})
     with pytest.raises(ConfigError, match="iterations=1.*may only grow"):
