@@ -62,10 +62,9 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
         # from_pretrained draws the weights that a checkpoint lacks anew, after __init__: without
         # this the head of a freshly loaded GPT-2 would be random. It is the only layer with one
         # output; asking for ValueHead instead would not do, as only layers with weights come here.
-        super()._init_weights(module)
+        super()._init_weights(module)  # biases to 0
         if isinstance(module, nn.Linear) and module.out_features == 1:
             nn.init.zeros_(module.weight)
-            nn.init.zeros_(module.bias)
 
     def logits_and_values(self, input_ids, attention_mask, positions=slice(None)):
         """Next-token logits and values, `(B, T, V)` and `(B, T)`, for rows padded on either side.

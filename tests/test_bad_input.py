@@ -170,10 +170,10 @@ def test_a_judge_may_have_rows_that_fill_it_up_to_a_round_number(hub, tmp_path):
         run(hub, tmp_path, reward_model_name=str(more))
 
 
-def test_a_tokenizer_without_a_start_token_is_named(english, tmp_path):
+@pytest.mark.parametrize("token", ["bos_token", "eos_token"])
+def test_a_tokenizer_without_a_start_or_an_end_token_is_named(english, tmp_path, token):
     folder = write_english_gpt2(tmp_path / "gpt2")
-    settings = {"bos_token": None, "eos_token": None, "unk_token": None}
-    edit_json(folder / "tokenizer_config.json", **settings)
+    edit_json(folder / "tokenizer_config.json", **{token: None})
     with pytest.raises(ConfigError, match="has no start token or no end token"):
         run(english, tmp_path, model_name=str(folder))
 

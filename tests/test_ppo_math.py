@@ -146,9 +146,9 @@ def test_the_clip_stops_only_what_has_already_moved_the_right_way(ratio, advanta
 
 
 def test_the_value_loss_is_the_squared_error_times_vf_coef():
-    loss, stats, _ = loss_of_one_token(ratio=1.0, advantage=0.0, value=3.0, target=1.0)
-    assert stats["value_loss"].item() == pytest.approx(4.0)
-    assert loss == pytest.approx(0.4)
+    loss, stats, _ = loss_of_one_token(ratio=1.0, advantage=0.0, value=4.0, target=1.0)
+    assert stats["value_loss"].item() == pytest.approx(9.0)
+    assert loss == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])

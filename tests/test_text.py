@@ -56,14 +56,17 @@ def test_responses_end_at_their_first_sep_and_hold_no_prompt(loaded):
         assert len(response) == 12 or response[-1] == end
 
 
-def test_the_sampler_is_the_policy_itself(loaded):
-    """Frequencies of the first token match the model's probabilities beyond any top-50."""
+@pytest.mark.parametrize("sharpness", [0.1, 1.0])
+def test_the_sampler_is_the_policy_itself(loaded, sharpness):
+    """Frequencies of the first token match the model's probabilities: no top-k, no temperature.
+
+    With nearly even chances a top-50 of 68 tokens would cut a quarter off; with uneven ones another
+    temperature would show.
+    """
     model, _, tokenizer, _ = loaded
     model.generation_config.update(top_k=3, top_p=0.5, temperature=0.1, repetition_penalty=1.0)
     with torch.no_grad():
-        model.lm_head.weight.mul_(
-            0.1
-        )  # nearly even chances: a top-50 of 68 would cut a quarter off
+        model.lm_head.weight.mul_(sharpness)
     query = encode_prompts(tokenizer, prompts[:1])[0]
     expected = model(query.unsqueeze(0)).logits[0, -1].softmax(-1)
     torch.manual_seed(0)

@@ -131,8 +131,9 @@ def test_the_reported_kl_is_the_trained_one_and_positive_when_the_policy_has_mov
 def test_both_learning_rates_fall_in_a_straight_line_to_0_and_stay_there(trainer):
     seen = []
     for _ in range(trainer.config["iterations"] + 2):
-        trainer.step(QUERIES, RESPONSES, SCORES)
+        stats = trainer.step(QUERIES, RESPONSES, SCORES)
         seen.append([group["lr"] for group in trainer.optimizer.param_groups])
+        assert stats["lr"] == seen[-1][0]  # the transformer's is the one that is logged
     lr, value_lr = trainer.config["lr"], trainer.config["value_lr"]
     share = [1, 2 / 3, 1 / 3, 0, 0]
     assert seen == [[pytest.approx(lr * s), pytest.approx(value_lr * s)] for s in share]

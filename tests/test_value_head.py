@@ -26,6 +26,9 @@ def test_the_value_head_starts_at_zero_whatever_made_it():
     for head in (ValueHead(config), GPT2HeadWithValueModel(config).v_head):
         assert all((parameter == 0).all() for parameter in head.parameters())
         assert not any("Dropout" in type(module).__name__ for module in head.modules())
+    # everything else starts as a GPT-2 does
+    spread = GPT2HeadWithValueModel(config).transformer.wte.weight.std().item()
+    assert spread == pytest.approx(config.initializer_range, rel=0.3)
 
 
 def test_what_is_saved_loads_back_and_loads_as_a_plain_gpt2(loaded, tmp_path):
