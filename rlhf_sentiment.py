@@ -527,7 +527,7 @@ def draw_curve(folder, rows, ceiling):
         say("no curve.png: it needs matplotlib (pip install matplotlib)")
         return
     figure = Figure(figsize=(12, 6), layout="constrained")
-    names = ("score_mean", "objective", "kl", "entropy", "value_loss", "explained_variance")
+    names = ("score_mean", "objective", "kl", "entropy", "policy_loss", "value_loss")
     for axes, name in zip(figure.subplots(2, 3).flat, names):
         axes.plot([row["iteration"] for row in rows], [row[name] for row in rows])
         axes.set(title=name, xlabel="iteration")
