@@ -87,6 +87,9 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
         super().save_pretrained(folder, **options)
         # It now names this class, which other programs do not have: TRL, for one, stops there.
         self.config.architectures = ["GPT2LMHeadModel"]
+        # A pipeline has rules of its own unless it finds some: here, or in generation_config.json.
+        rules = {**SAMPLING, "max_new_tokens": self.generation_config.max_new_tokens}
+        self.config.task_specific_params = {"text-generation": rules}
         self.config.save_pretrained(folder)
         for weights in Path(folder).glob("*.safetensors"):  # readable by their owner only
             shutil.copymode(Path(folder, "config.json"), weights)
@@ -147,8 +150,7 @@ def load_gpt2(name):
     # The hub's config puts start and end outside the vocabulary: no text would ever end.
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     ids["pad_token_id"] = tokenizer.pad_token_id
-    # The other two would tell other programs to load another tokenizer and to write 320 tokens.
-    config.update({**ids, "tokenizer_class": None, "task_specific_params": None})
+    config.update({**ids, "tokenizer_class": None})  # it names the class that was loaded
     if config.activation_function == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"  # the same function in one fused kernel
     model, report = GPT2HeadWithValueModel.from_pretrained(name, config=config, **LOAD)

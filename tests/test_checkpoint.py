@@ -57,6 +57,11 @@ def test_a_plain_pipeline_samples_as_the_program_does(trained):
     rules = json.loads((checkpoint / "generation_config.json").read_text(encoding="utf-8"))
     assert rules["do_sample"] is True and rules["top_k"] == 0
     assert rules["max_new_tokens"] == config["gen_len"]
+    # where a pipeline of transformers 4 looks; else it would have temperature 0.7 and 256 tokens
+    settings = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    wanted = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
+    wanted["max_new_tokens"] = config["gen_len"]
+    assert settings["task_specific_params"] == {"text-generation": wanted}
     writer = pipeline("text-generation", model=str(checkpoint))
     seen, forward = [], writer.model.generate
 
@@ -78,7 +83,7 @@ def test_a_pipeline_keeps_to_the_policys_own_probabilities(trained):
     checkpoint, config = trained
     writer = pipeline("text-generation", model=str(checkpoint))
     with torch.no_grad():
-        writer.model.lm_head.weight.mul_(0.05)  # nearly even chances for every token
+        writer.model.lm_head.weight.mul_(0.5)  # neither even chances nor a single choice
     opening = config.get("held_out_prompts", ["这部电影很"])[0]
     ids = writer.tokenizer(opening, return_tensors="pt")["input_ids"]
     expected = writer.model(ids).logits[0, -1].softmax(-1)
