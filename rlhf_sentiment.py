@@ -75,7 +75,7 @@ config = {
     "value_lr": 3e-3,  # Adam's step for the value head, which starts from nothing
     "max_grad_norm": 1.0,  # longer gradients are shortened to this
     # the penalty on the KL divergence from the original model (this and the next: see ppo.py)
-    "kl_coef": 0.05,  # what a nat of KL costs, in units of score; 0: no penalty, texts degenerate
+    "kl_coef": 0.05,  # what a nat of KL costs, in units of score; 0: nothing holds the text
     "kl_target": None,  # nats per response to steer kl_coef towards; None: kl_coef stays fixed
     "kl_horizon": 10000,  # responses over which that steering acts; smaller: acts faster
     # PPO's own
