@@ -28,9 +28,9 @@ LOAD = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_
 class ValueHead(nn.Module):
     """One linear layer from a hidden state to one number, the expected sum of rewards to come.
 
-    It starts at zero: before it has learned anything, every state is worth the same, and the first
-    advantages are nothing but sums of the rewards to come. It has no dropout: the value that GAE
-    reads and the value that is trained must be the same function.
+    It starts at zero: before it has learned anything, every state is worth the same (and with gamma
+    and lam 1 the first advantages, see ppo.py, are the sums of the rewards to come). It has no
+    dropout: the value that is read and the value that is trained must be the same function.
     """
 
     def __init__(self, config):
@@ -79,7 +79,7 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
         output = self.transformer(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         )
-        hidden_states = output.last_hidden_state[:, positions]  # (B, T, hidden_size)
+        hidden_states = output.last_hidden_state[:, positions]  # (B, positions, hidden_size)
         return self.lm_head(hidden_states), self.v_head(hidden_states)
 
     def save_pretrained(self, folder, **options):
@@ -150,7 +150,7 @@ def load_gpt2(name):
     # The hub's config puts start and end outside the vocabulary: no text would ever end.
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     ids["pad_token_id"] = tokenizer.pad_token_id
-    config.update({**ids, "tokenizer_class": None})  # it names the class that was loaded
+    config.update({**ids, "tokenizer_class": None})  # the hub's names its old one
     if config.activation_function == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"  # the same function in one fused kernel
     model, report = GPT2HeadWithValueModel.from_pretrained(name, config=config, **LOAD)

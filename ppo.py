@@ -5,12 +5,15 @@ the *value*. The *return* is what did come. The *advantage* is how much better t
 than the critic had expected, and PPO makes tokens with a positive advantage likelier. GAE is a way
 to estimate it: `lam` chooses between the noise of the sampled rewards (1) and trust in the critic
 (0). The *ratio* is how much likelier the update has made a token than it was when it was sampled;
-PPO stops pushing a token whose ratio has left 1 +- cliprange.
+PPO stops pushing it further once it has left 1 +- cliprange on the side to which the advantage
+pulls.
 
 Shapes: B responses in a batch, Q the longest query, R the longest response, V the vocabulary.
 Words:  `old_` is the policy that wrote the responses, before this iteration's update; `ref_` is the
-frozen reference model; no prefix is the policy as it is now, in the middle of the update. `mask` is
-(B, R), 1 on the real tokens of a response and 0 on its padding, where any number may stand.
+frozen reference model; no prefix is the policy as it is now, in the middle of the update (but the
+`values` and `entropy` of a batch, and the `logprobs` of `compute_rewards`, are from before it).
+`mask` is (B, R), 1 on the real tokens of a response and 0 on its padding, where any number may
+stand.
 
 Three numbers are called a KL divergence, all in nats:
     token KL     old_logprob - ref_logprob of one token: what the KL penalty is made of
@@ -425,8 +428,9 @@ class PPOTrainer:
 def best_possible(scores, kl_coef):
     """The ceiling: what no policy can beat, from scores of the reference's own samples, `(P, N)`.
 
-    E[score] - kl_coef * KL(pi || ref) is largest for pi* ~ ref * exp(score / kl_coef) (Korbak et
-    al. 2022, arXiv:2205.11275). For each of P openings, with means over its N samples:
+    J(pi) = E[score] - kl_coef * KL(pi || ref), the `objective`, is largest for the best policy
+    pi* ~ ref * exp(score / kl_coef) (Korbak et al. 2022, arXiv:2205.11275), and J* = J(pi*) is the
+    ceiling. For each of P openings, with means over its N samples:
 
         J* - J(pi) = kl_coef * KL(pi || pi*), never below 0
 

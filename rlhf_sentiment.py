@@ -65,7 +65,7 @@ config = {
         "这次入住总的来说体验很",  # all in all, this hotel stay was very
     ],
     # how much: iterations x batch_size responses in all
-    "iterations": 157,  # rollout batches; the learning rate decays to 0 over them
+    "iterations": 157,  # batches of fresh responses (rollouts); the learning rate falls to 0
     "batch_size": 128,  # responses in each; more: steadier gradients, slower iterations
     "gen_len": 16,  # most new tokens of a response; more: longer texts, harder credit assignment
     # the update
@@ -74,14 +74,14 @@ config = {
     "lr": 2e-5,  # Adam's step for the transformer; higher: faster, then unstable
     "value_lr": 3e-3,  # Adam's step for the value head, which starts from nothing
     "max_grad_norm": 1.0,  # longer gradients are shortened to this
-    # the penalty on the KL divergence from the original model (this and the next: see ppo.py)
-    "kl_coef": 0.05,  # what a nat of KL costs, in units of score; 0: nothing holds the text
-    "kl_target": None,  # nats per response to steer kl_coef towards; None: kl_coef stays fixed
+    # the penalty on the KL divergence from the original model (these words: the top of ppo.py)
+    "kl_coef": 0.05,  # what a nat (a unit of KL) costs, in units of score; 0: no penalty
+    "kl_target": None,  # the KL, in nats per response, to hold by adjusting kl_coef; None: fixed
     "kl_horizon": 10000,  # responses over which that steering acts; smaller: acts faster
     # PPO's own
     "gamma": 1.0,  # discount per token; below 1 the score at the end fades for early tokens
     "lam": 1.0,  # GAE: 1 trusts the sampled rewards, 0 the critic (the article's code: 0.95)
-    "cliprange": 0.2,  # how far a ratio may leave 1 before its gradient stops
+    "cliprange": 0.2,  # how far the update may push a ratio from 1 before its gradient stops
     "vf_coef": 0.1,  # weight of the value loss, whose gradient also reaches the transformer
     # where and how
     "seed": 0,  # same seed, same run (on a CPU, bit for bit)
@@ -130,7 +130,8 @@ def load_models(config):
 def encode_prompts(tokenizer, prompts):
     """-> list of 1-D LongTensors: the start token and the text's ids, `[CLS] c1 .. cn`.
 
-    A departure from the article, whose `tokenizer.encode` also appends `[SEP]`: see load_tokenizer.
+    A departure from the article, whose `tokenizer.encode` also appends `[SEP]`: see load_tokenizer
+    in gpt2_value_head.py.
     """
     return [torch.tensor(ids) for ids in tokenizer(prompts)["input_ids"]]
 
@@ -186,7 +187,7 @@ def rollout(trainer, tokenizer, sentiment_pipe, openings):
         texts = [opening + text for opening, text in zip(openings, continuations)]
         clock.append(time.perf_counter())
         scores = score_texts(sentiment_pipe, texts, config["reward_label"])
-    with one_line("score_texts", ValueError):
+    with one_line("score_texts", ValueError):  # another count than B: one readable line
         scores = read_scores(scores, len(texts))
     clock.append(time.perf_counter())
     return queries, responses, texts, scores, clock
@@ -433,8 +434,8 @@ class RunFolder:
     def save(self, checkpoint):
         """Write the two log files whole, and a checkpoint if it is time for one."""
         advice = (
-            "Make room if the disk is full; close the program that holds a file of it open. What "
-            f"was saved before is whole, and this continues it: {self.resume_command}"
+            "Make room if the disk is full; close the program that holds a file of it open. The "
+            f"last checkpoint is whole, and this continues from it: {self.resume_command}"
         )
         with one_line(f"{self.path} could not be written to", (OSError, SafetensorError), advice):
             with open(self.path / "metrics.csv", "w", newline="", encoding="utf-8") as file:
