@@ -245,7 +245,7 @@ def read_scores(scores, n):
     """
     try:
         numbers = torch.as_tensor(scores, dtype=torch.float32).flatten()
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         numbers = []
     if len(numbers) != n:
         came = f"{len(numbers)}, in {repr(scores)[:80]}"

@@ -189,6 +189,8 @@ def rollout(trainer, tokenizer, sentiment_pipe, openings):
         scores = score_texts(sentiment_pipe, texts, config["reward_label"])
     with one_line("score_texts", ValueError):  # another count than B: one readable line
         scores = read_scores(scores, len(texts))
+    if not torch.isfinite(scores).all():
+        raise FloatingPointError(f"iteration {trainer.iteration + 1}: a score is not finite")
     clock.append(time.perf_counter())
     return queries, responses, texts, scores, clock
 
@@ -384,14 +386,16 @@ class RunFolder:
         self.path = Path(os.path.expanduser(config["resume"] or config["save_dir"]))
         if not config["resume"]:
             self.path = self.path / stamp
-        with one_line(f"no run folder can be made in save_dir={config['save_dir']!r}", OSError):
+        problem = f"no run folder can be made in save_dir={config['save_dir']!r}"
+        with one_line(problem, (OSError, ValueError)):
             self.path.mkdir(parents=True, exist_ok=bool(config["resume"]))
         self.resume_command = f'python rlhf_sentiment.py "resume={self.path}"'
         shutil.rmtree(self.path / "incomplete", ignore_errors=True)  # where a save was cut short
         checkpoints = self.checkpoints()
         if checkpoints:
             self.restore(checkpoints[-1])
-        (self.path / "evaluation.json").unlink(missing_ok=True)  # a finished run that now grows
+        elif config["resume"]:
+            say("it has no checkpoint yet: starting from the beginning")
         write_json(self.path / "config.json", {**config, "resume": None})
         say(f"run folder {self.path}, on {trainer.model.device}")
         first, last, size = trainer.iteration + 1, config["iterations"], config["batch_size"]
@@ -428,7 +432,8 @@ class RunFolder:
             warnings.warn("nearly all responses are alike: raise kl_coef or lower lr")
         if len(recent) == 5 and mean_kl < -0.5:
             warnings.warn("KL clearly negative: another policy samples than PPO updates")
-        if len(recent) == 5 and shortest == gen_len and self.before["pool"]["ended"] > 0.1:
+        all_cut = len(recent) == 5 and shortest == gen_len > 4
+        if all_cut and self.before["pool"]["ended"] > 0.1:
             warnings.warn("no response ends any more: raise kl_coef")
 
     def save(self, checkpoint):
@@ -474,6 +479,8 @@ class RunFolder:
         for file in incomplete.iterdir():
             with open(file, "rb+") as opened:
                 os.fsync(opened)  # on the disk before it is called complete
+        # The evaluation of a finished run that grows is kept until there is something newer.
+        (self.path / "evaluation.json").unlink(missing_ok=True)
         incomplete.rename(self.path / f"checkpoint-{trainer.iteration}")
         for old in self.checkpoints()[:-2]:
             shutil.rmtree(old.rename(incomplete))  # half deleted it must not look complete
@@ -652,8 +659,8 @@ def stored_config(folder, given):
         stored = {}
     if "reward_model_name" not in stored:
         raise ConfigError(
-            f"resume={str(folder)!r} is no run folder: it has no config.json of a run "
-            "(name the run's own folder, not a checkpoint in it)"
+            f"resume={str(folder)!r} is no run folder: it has no config.json of a run, or a "
+            "damaged one (name the run's own folder, not a checkpoint in it)"
         )
     missing = [key for key in config if key not in stored]
     if missing:
@@ -670,7 +677,8 @@ def stored_config(folder, given):
     done, total = stored["iterations"], given.get("iterations", stored["iterations"])
     if total < done:
         raise ConfigError(f"iterations={total}: {folder} has {done}; it may only grow")
-    if total == done and (folder / "evaluation.json").exists():
+    finished = (folder / "evaluation.json").exists() and (folder / f"checkpoint-{done}").exists()
+    if total == done and finished:
         raise ConfigError(f"the run in {folder} is finished after {done} iterations; it may grow")
     return stored
 
@@ -705,7 +713,7 @@ def loading(key, name):
     # Silence warnings of what is dealt with here: a new value head, odd ids, a silent hub.
     for library in ("transformers", "huggingface_hub"):
         logging.get_logger(library).setLevel("ERROR")
-    where = "" if Path(name).is_dir() else " (no local folder)"
+    where = "" if os.path.isdir(name) else " (no local folder)"
     logging.disable_progress_bar()
     if where and sys.stderr.isatty():
         logging.enable_progress_bar()  # somebody may be waiting for a download
@@ -723,7 +731,7 @@ def check_prompts(config, tokenizer, n_positions, key):
     gen_len, openings = config["gen_len"], config["prompts"] + config["held_out_prompts"]
     for opening in sorted(openings, key=len, reverse=True):
         ids = tokenizer(opening, add_special_tokens=False)["input_ids"]
-        unknown = ids.count(tokenizer.unk_token_id)
+        unknown = sum(token in tokenizer.all_special_ids for token in ids)  # or "[SEP]", say
         note = f"prompt {opening!r}: {unknown} of its {len(ids)} tokens are unknown to {key}"
         if 2 * unknown >= len(ids):  # an empty one has no tokens at all
             raise ConfigError(f"{note}; it should be a text that the model can read")

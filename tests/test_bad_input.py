@@ -64,6 +64,9 @@ BAD_CONFIGS = [
     ),
     ({"reward_model_name": "/no/such"}, "reward_model_name='/no/such'.*HF_ENDPOINT"),
     ({"save_dir": __file__}, "no run folder can be made in save_dir=.*test_bad_input.py"),
+    ({"save_dir": "a\0b"}, "no run folder can be made in save_dir='a.*null"),
+    ({"model_name": "x" * 300}, "model_name='xxx.*no local folder.*Three ways out"),
+    ({"prompts": ["很[SEP]"]}, r"prompt '很\[SEP\]': 1 of its 2 tokens are unknown"),
 ]
 
 

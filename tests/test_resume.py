@@ -159,6 +159,25 @@ def test_a_resumed_run_may_grow_but_not_change(hub, tmp_path, monkeypatch):
     assert [row["iteration"] for row in metrics(summary["run_dir"])] == ["1", "2", "3", "4"]
 
 
+def test_a_finished_run_keeps_its_evaluation_until_there_is_a_newer_one(hub, tmp_path, monkeypatch):
+    folder = Path(run(hub, tmp_path, iterations=2)["run_dir"])
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(rlhf_sentiment, "train_one_iteration", lambda *_: (_ for _ in ()).throw(Stop))
+        main({"resume": str(folder), "iterations": 3})
+    assert (folder / "evaluation.json").exists()
+    assert main({"resume": str(folder)})["after"]  # it goes on to 3
+    assert (folder / "checkpoint-3").exists()
+
+
+def test_a_run_without_a_checkpoint_says_that_it_starts_anew(hub, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(rlhf_sentiment, "train_one_iteration", lambda *_: (_ for _ in ()).throw(Stop))
+        run(hub, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert main({"resume": str(folder)})["after"]
+    assert "it has no checkpoint yet: starting from the beginning" in capsys.readouterr().out
+
+
 def test_a_resumed_run_may_use_less_memory(hub, tmp_path):
     folder = run(hub, tmp_path, iterations=1)["run_dir"]
     smaller = {"minibatch_size": 2, "batch_size": 3, "save_freq": 1, "explain": 1, "device": "cpu"}

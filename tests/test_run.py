@@ -184,6 +184,15 @@ def test_what_is_no_reward_is_one_line(hub, tmp_path, monkeypatch, reward, came)
     assert "\n" not in str(caught.value)
 
 
+def test_a_score_that_is_not_finite_stops_an_evaluation_too(hub, tmp_path, monkeypatch):
+    nan = float("nan")
+    monkeypatch.setattr(
+        rlhf_sentiment, "score_texts", lambda pipe, texts, label: [nan] * len(texts)
+    )
+    with pytest.raises(FloatingPointError, match="a score is not finite"):
+        run(hub, tmp_path)
+
+
 # ------------------------------------------------------------------------------------- output
 
 

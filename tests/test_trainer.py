@@ -252,7 +252,12 @@ def test_scores_may_be_any_numbers_but_there_must_be_one_for_each_response():
     for scores in ([1, 0], [True, False], torch.tensor([[1.0], [0.0]]), (1.0, 0.0)):
         read = read_scores(scores, 2)
         assert read.dtype == torch.float32 and read.tolist() == [1.0, 0.0]
-    for scores, came in (([1.0], "got 1"), (["good", "bad"], "got 0"), (None, "got 0, in None")):
+    for scores, came in (
+        ([1.0], "got 1"),
+        ([10**400] * 2, "got 0"),
+        (["good", "bad"], "got 0"),
+        (None, "got 0, in None"),
+    ):
         with pytest.raises(ValueError, match=f"needed are 2 numbers.*{came}"):
             read_scores(scores, 2)
 
