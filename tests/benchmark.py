@@ -339,30 +339,30 @@ def report(config, options):
     for name, seconds in phases.items():
         print(f"{name:>10} {seconds:8.3f}", flush=True)
     floor = measure_floor(trainer)
-    results = {
-        "responses_per_second": ours,
-        "tokens_per_second": tokens,
-        "floor_seconds": floor,
-        "ratio_floor": phases["total"] / floor,
-        "peak_memory_gib": peak,
-        "logprob_error_per_token": logprob_error(trainer),
-        "kl_per_token": (sequence_kl(batch).sum() / batch["mask"].sum()).item(),
-    }
+    show("responses_per_second", ours)
+    show("tokens_per_second", tokens)
+    show("floor_seconds", floor)
+    show("ratio_floor", phases["total"] / floor)
+    show("peak_memory_gib", peak)
+    show("logprob_error_per_token", logprob_error(trainer))
+    show("kl_per_token", (sequence_kl(batch).sum() / batch["mask"].sum()).item())
     del trainer, batch
     article = measure_article(config, options.article_samples)
+    show("ratio_article", ours / article)
     own = {**config, **{key: start_values[key] for key in WORK}}
-    results |= {
-        "ratio_article": ours / article,
-        "ratio_article_own": measure_program(own, options.iterations)[1] / article,
-    }
+    show("ratio_article_own", measure_program(own, options.iterations)[1] / article)
     if options.trl:
         work = json.dumps(config)
         times = "--iterations", str(options.iterations)
         trl = ask(options.trl, "--child", "trl", "--config", work, *times)["responses_per_second"]
-        slow = measure_program({**config, "dtype": "fp32"}, 1)[1]
-        results |= {"ratio_trl": ours / trl, "ratio_trl_fp32": slow / trl}  # TRL's is fp32
-    for name, value in results.items():
-        print(name, f"{value:.4g}")
+        show("ratio_trl", ours / trl)
+        slow = measure_program({**config, "dtype": "fp32"}, 1)[1]  # TRL's is fp32
+        show("ratio_trl_fp32", slow / trl)
+
+
+def show(name, value):
+    """One result, at once: what was measured stands even if the rest fails."""
+    print(name, f"{value:.4g}", flush=True)
 
 
 def parse():
