@@ -1,6 +1,5 @@
 """Interrupted, killed, full disk: nothing is lost, and a resumed run ends as if nothing happened."""
 
-import contextlib
 import json
 import os
 import pty
@@ -227,16 +226,22 @@ def test_a_terminal_that_is_closed_does_not_prevent_the_save(hub, tmp_path):
 
 def test_a_signal_that_was_ignored_stays_ignored():
     """As `nohup` wants it for a terminal that is closed."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # set all three, since a job in the background starts with others than one in a terminal
+    handlers = {
+        signal.SIGHUP: signal.SIG_IGN,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGINT: signal.default_int_handler,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         with rlhf_sentiment.stop_signals() as received:
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and received == []
             os.kill(os.getpid(), signal.SIGTERM)
             assert received == [signal.SIGTERM]
-            with contextlib.suppress(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
             assert received == [signal.SIGTERM, signal.SIGINT]
+        assert {number: signal.getsignal(number) for number in handlers} == handlers  # as before
     finally:
-        signal.signal(signal.SIGHUP, before)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as it was
+        for number, handler in before.items():
+            signal.signal(number, handler)
