@@ -40,9 +40,14 @@ def script(*arguments, **environment):
         text=True,
         encoding="utf-8",
         env=os.environ | environment,
-        # a job started in the background has SIGINT ignored, and so have its children
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=start_with_plain_signals,
     )
+
+
+def start_with_plain_signals():
+    """A job started in the background, or by nohup, has these ignored, and so have its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def as_arguments(config):
