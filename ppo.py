@@ -76,7 +76,7 @@ def compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
         r_t = -kl_coef * (log pi(y_t) - log pi_ref(y_t))  + score if t is the last real token
 
     scores `(B,)`, the others `(B, R)` -> `(B, R)`. A text is scored only as a whole, so the score
-    falls on its last real token (which is not the last column), and GAE hands it back to the
+    falls on its last real token (which need not be the last column), and GAE hands it back to the
     earlier ones. The article's text shows no KL penalty (its source code has one), and calls
     `rewards` what is `scores` here.
     """
@@ -123,7 +123,7 @@ def ppo_loss(logprobs, values, old_logprobs, advantages, returns, mask, cliprang
     text shows only the unclipped half, and adds the two losses with equal weight; its source code
     has both halves, and `vf_coef`.
 
-    Whitened advantages average 0 and the first ratio is 1, so `policy_loss` starts at 0 and stays
+    Whitened advantages average 0 and the first ratio is 1, so `policy_loss` starts near 0 and stays
     small. That is as it should be: its gradient is not 0.
 
     Returns `(loss, stats)`; stats are detached scalars: both losses, `clipfrac` (share of tokens
@@ -426,7 +426,7 @@ class PPOTrainer:
 
 
 def best_possible(scores, kl_coef):
-    """The ceiling: what no policy can beat, from scores of the reference's own samples, `(P, N)`.
+    """The ceiling, estimated from scores of the reference's own samples, `(P, N)`.
 
     J(pi) = E[score] - kl_coef * KL(pi || ref), the `objective`, is largest for the best policy
     pi* ~ ref * exp(score / kl_coef) (Korbak et al. 2022, arXiv:2205.11275), and J* = J(pi*) is the

@@ -251,8 +251,9 @@ def main(config):
             bar.set_postfix(score=f"{row['score_mean']:.3f}", kl=f"{row['kl']:.2f}", refresh=False)
             run.log(row, texts, scores)
             due = iteration == last or iteration % config["save_freq"] == 0
-            run.save(checkpoint=due or bool(received))
-            if received:
+            saving = due or bool(received)
+            run.save(checkpoint=saving)
+            if received and saving:  # a signal that came after the question waits for the next
                 say(f"to continue: {run.resume_command}")
                 raise SystemExit(128 + received[0])
 
@@ -395,7 +396,7 @@ class RunFolder:
         if checkpoints:
             self.restore(checkpoints[-1])
         elif config["resume"]:
-            say("it has no checkpoint yet: starting from the beginning")
+            say(f"{self.path} has no checkpoint yet: starting from the beginning")
         write_json(self.path / "config.json", {**config, "resume": None})
         say(f"run folder {self.path}, on {trainer.model.device}")
         first, last, size = trainer.iteration + 1, config["iterations"], config["batch_size"]
@@ -674,12 +675,15 @@ def stored_config(folder, given):
             refused.append(f"{key}={value!r} for {stored[key]!r}")
     if refused:
         raise ConfigError(f"a resumed run keeps its settings; refused are {', '.join(refused)}")
-    done, total = stored["iterations"], given.get("iterations", stored["iterations"])
-    if total < done:
-        raise ConfigError(f"iterations={total}: {folder} has {done}; it may only grow")
-    finished = (folder / "evaluation.json").exists() and (folder / f"checkpoint-{done}").exists()
-    if total == done and finished:
-        raise ConfigError(f"the run in {folder} is finished after {done} iterations; it may grow")
+    planned, total = stored["iterations"], given.get("iterations", stored["iterations"])
+    if total < planned:
+        raise ConfigError(f"iterations={total}: {folder} is set up for {planned}; it may only grow")
+    last_checkpoint = folder / f"checkpoint-{planned}"
+    finished = last_checkpoint.exists() and (folder / "evaluation.json").exists()
+    if total == planned and finished:
+        raise ConfigError(
+            f"the run in {folder} is finished after {planned} iterations; it may grow"
+        )
     return stored
 
 

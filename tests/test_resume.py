@@ -174,7 +174,7 @@ def test_a_run_without_a_checkpoint_says_that_it_starts_anew(hub, tmp_path, monk
         run(hub, tmp_path)
     (folder,) = tmp_path.iterdir()
     assert main({"resume": str(folder)})["after"]
-    assert "it has no checkpoint yet: starting from the beginning" in capsys.readouterr().out
+    assert "has no checkpoint yet: starting from the beginning" in capsys.readouterr().out
 
 
 def test_a_resumed_run_may_use_less_memory(hub, tmp_path):
@@ -245,3 +245,23 @@ def test_a_signal_that_was_ignored_stays_ignored():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_signal_during_a_save_still_gets_its_checkpoint(hub, tmp_path, monkeypatch):
+    """It comes when the logs are written and no checkpoint was due."""
+    save = rlhf_sentiment.RunFolder.save
+
+    def interrupted(self, checkpoint):
+        save(self, checkpoint)
+        if self.trainer.iteration == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    monkeypatch.setattr(rlhf_sentiment.RunFolder, "save", interrupted)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            run(hub, tmp_path, iterations=9)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert len(list(tmp_path.glob("*/checkpoint-2"))) == 1  # an iteration later
