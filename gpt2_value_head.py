@@ -20,10 +20,6 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, GPT2LMHead
 # from another distribution than the one whose log-probs PPO computes: the KL goes negative.
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
-# How to load weights: as float32 whatever the file holds, because updates of 1e-5 vanish in half
-# precision, and with a report for check_model on what is missing or has another shape.
-LOAD = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
-
 
 class ValueHead(nn.Module):
     """One linear layer from a hidden state to one number, the expected sum of rewards to come.
@@ -126,47 +122,51 @@ def load_tokenizer(name):
         wide = "[\u2014-\u2026\u3000-\u9fff\uf900-\uffef]"  # Chinese characters and punctuation
         no_spaces = Replace(Regex(f"^##|(?<={wide}) | (?={wide})"), "")
         backend.decoder = Sequence([backend.decoder, Fuse(), no_spaces])
-    special = {"pad_token": end} | tokenizer.special_tokens_map
+    special_tokens = {"pad_token": end, **tokenizer.special_tokens_map}
+    special_tokens |= {"bos_token": start, "eos_token": end}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         padding_side="left",
         model_max_length=tokenizer.model_max_length,
         model_input_names=["input_ids", "attention_mask"],  # token types would disturb a GPT-2
         clean_up_tokenization_spaces=False,
-        **special | {"bos_token": start, "eos_token": end},
+        **special_tokens,
     )
 
 
 def load_gpt2(name):
     """Any GPT-2 from the hub or a folder -> (model with a value head, tokenizer that fits it).
 
-    Raises `ValueError` for a model that is no GPT-2 or does not fit its tokenizer, and for weights
-    that are missing or not finite; whatever `from_pretrained` raises passes through.
+    Raises `ValueError` for a model that is no GPT-2 and for what `load_checked` does not accept;
+    whatever `from_pretrained` raises passes through.
     """
     config = AutoConfig.from_pretrained(name)
     if config.model_type != "gpt2":
         raise ValueError(f"found a {config.model_type} model; needed is a GPT-2")
     tokenizer = load_tokenizer(name)
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {key: getattr(tokenizer, key) for key in keys}
     # The hub's config puts start and end outside the vocabulary: no text would ever end.
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    ids["pad_token_id"] = tokenizer.pad_token_id
-    config.update({**ids, "tokenizer_class": None})  # the hub's names its old one
+    config.update({**ids, "tokenizer_class": None})  # the class that it names is replaced, too
     if config.activation_function == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"  # the same function in one fused kernel
-    model, report = GPT2HeadWithValueModel.from_pretrained(name, config=config, **LOAD)
-    check_model(model, report, tokenizer, spare_rows=0)
+    model = load_checked(GPT2HeadWithValueModel, name, tokenizer, config=config)
     # A checkpoint's own sampling settings would change the policy behind PPO's back.
     model.generation_config = GenerationConfig(**ids, **SAMPLING)
-    return model.eval(), tokenizer
+    return model, tokenizer
 
 
-def check_model(model, report, tokenizer, spare_rows):
-    """Raise `ValueError` unless all weights were found, are finite and fit the tokenizer.
+def load_checked(model_class, name, tokenizer, spare_rows=0, **options):
+    """`model_class.from_pretrained(name)` in eval mode, with weights that can be relied on.
 
-    `report` is the loading info of `from_pretrained`. `spare_rows` is how many more rows than the
-    tokenizer has entries the embedding may have. A tokenizer that found no vocabulary file loads
-    without complaint, with 5 entries.
+    Raises `ValueError` unless all weights were found, are finite and fit the tokenizer.
+    `spare_rows` is how many more rows than the tokenizer has entries the embedding may have. A
+    tokenizer that found no vocabulary file loads without complaint, with 5 entries.
     """
+    # In float32 whatever the file holds, because updates of 1e-5 vanish in half precision; and with
+    # a report on what is missing or has another shape.
+    how = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, report = model_class.from_pretrained(name, **how, **options)
     entries, rows = len(tokenizer), model.config.vocab_size
     if not entries <= rows <= entries + spare_rows:
         raise ValueError(
@@ -179,3 +179,4 @@ def check_model(model, report, tokenizer, spare_rows):
     for weight_name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise ValueError(f"the weight {weight_name} holds numbers that are not finite")
+    return model.eval()

@@ -1,12 +1,19 @@
 """PPO for a language model, by hand: the formulas as pure functions, then the trainer.
 
-The idea: the critic (the value head) guesses before each token how much reward is still to come,
-the *value*. The *return* is what did come. The *advantage* is how much better the token turned out
-than the critic had expected, and PPO makes tokens with a positive advantage likelier. GAE is a way
-to estimate it: `lam` chooses between the noise of the sampled rewards (1) and trust in the critic
-(0). The *ratio* is how much likelier the update has made a token than it was when it was sampled;
-PPO stops pushing it further once it has left 1 +- cliprange on the side to which the advantage
-pulls.
+In the words of reinforcement learning: the *policy* is the language model, a *state* the text so
+far, an *action* the next token, an *episode* one response. The *reward* is the score of the whole
+response, given with its last token, less a KL penalty on every token.
+
+The idea: before each token the critic (the value head) estimates how much reward is still to come,
+the *value*. The *return* is how much did come. The *advantage* of a token is return - value: how
+much better it went from there than the critic had expected. PPO makes tokens with a positive
+advantage likelier and the others less likely. (That is `gamma` = `lam` = 1. GAE is the general
+form: a smaller `lam` trusts the sampled rewards less and the critic more.)
+
+One batch serves for several optimizer steps, and after the first of them the policy is no longer
+the one that wrote it. The *ratio*, a token's probability now over that when it was sampled, corrects
+for that while the two are close. So PPO stops pushing a token once its ratio has left
+1 +- cliprange in the direction in which its advantage pushes: the *clip*.
 
 Shapes: B responses in a batch, Q the longest query, R the longest response, V the vocabulary.
 Words:  `old_` is the policy that wrote the responses, before this iteration's update; `ref_` is the
@@ -238,21 +245,6 @@ def sequence_kl(batch):
     return token_kl.masked_fill(batch["mask"] == 0, 0).sum(1)
 
 
-def read_scores(scores, n):
-    """`n` scores, whatever numbers they are and whatever holds them -> FloatTensor `(n,)`.
-
-    Raises `ValueError` for anything that cannot be read as n numbers.
-    """
-    try:
-        numbers = torch.as_tensor(scores, dtype=torch.float32).flatten()
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        numbers = []
-    if len(numbers) != n:
-        came = f"{len(numbers)}, in {repr(scores)[:80]}"
-        raise ValueError(f"needed are {n} numbers, one score for each response; got {came}")
-    return numbers
-
-
 class PPOTrainer:
     """Improves `model` on batches of (queries, responses, scores), wherever the scores come from.
 
@@ -291,9 +283,7 @@ class PPOTrainer:
         if len(queries) == 0 or len(queries) != len(responses) or not well_formed:
             counts = f"{len(queries)} queries and {len(responses)} responses"
             raise ValueError(f"{counts}: there must be as many, each a non-empty 1-D tensor of ids")
-        scores = read_scores(scores, len(responses))
-        if not torch.isfinite(scores).all():
-            raise FloatingPointError(f"iteration {self.iteration + 1}: a score is not finite")
+        scores = self.read_scores(scores, len(responses))
         if self.iteration >= self.config["iterations"]:
             warnings.warn("more steps than `iterations`: the learning rate is 0 by now")
 
@@ -320,6 +310,23 @@ class PPOTrainer:
         self.iteration += 1
         self.kl_controller.update(stats["kl"], len(queries))
         return {**stats, "kl_coef": kl_coef, "lr": self.optimizer.param_groups[0]["lr"]}
+
+    def read_scores(self, scores, n):
+        """`n` scores, whatever numbers they are and whatever holds them -> FloatTensor `(n,)`.
+
+        Raises `ValueError` for anything that cannot be read as n numbers, and `FloatingPointError`
+        for numbers that are not finite.
+        """
+        try:
+            numbers = torch.as_tensor(scores, dtype=torch.float32).flatten()
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            numbers = torch.tensor([])
+        if len(numbers) != n:
+            came = f"{len(numbers)}, in {repr(scores)[:80]}"
+            raise ValueError(f"needed are {n} numbers, one score for each response; got {came}")
+        if not torch.isfinite(numbers).all():
+            raise FloatingPointError(f"iteration {self.iteration + 1}: a score is not finite")
+        return numbers
 
     def forward(self, model, batch):
         """Log-probs of the responses, their values, and the full logits: `(B, R)` x 2, `(B, R, V)`.
@@ -376,26 +383,30 @@ class PPOTrainer:
         all_stats = []
         for _ in range(self.config["ppo_epochs"]):
             for part in self.minibatches(batch, torch.randperm(len(batch["mask"]))):
-                logprobs, values, _ = self.forward(self.model, part)
-                loss, stats = ppo_loss(
-                    logprobs, values, part["old_logprobs"], part["whitened"], part["returns"],
-                    part["mask"], self.config["cliprange"], self.config["vf_coef"],
-                )  # fmt: skip
-                self.optimizer.zero_grad()
-                loss.backward()
-                # A departure from the article: one odd batch cannot throw the policy far off.
-                grad_norm = torch.nn.utils.clip_grad_norm_(
-                    self.model.parameters(), self.config["max_grad_norm"]
-                )
-                # One question to the device, which has to be waited for, and not two.
-                if not (torch.isfinite(loss) & torch.isfinite(grad_norm)):
-                    raise FloatingPointError(
-                        f"iteration {self.iteration + 1}: loss {loss.item()}, gradient norm "
-                        f"{grad_norm.item()}; the weights are those of the last good step"
-                    )
-                self.optimizer.step()
-                all_stats.append(stats)
+                all_stats.append(self.optimizer_step(part))
         return {name: torch.stack([s[name] for s in all_stats]).mean() for name in all_stats[0]}
+
+    def optimizer_step(self, part):
+        """One step of Adam on one minibatch; returns the stats of `ppo_loss`."""
+        logprobs, values, _ = self.forward(self.model, part)
+        loss, stats = ppo_loss(
+            logprobs, values, part["old_logprobs"], part["whitened"], part["returns"],
+            part["mask"], self.config["cliprange"], self.config["vf_coef"],
+        )  # fmt: skip
+        self.optimizer.zero_grad()
+        loss.backward()
+        # A departure from the article: one odd batch cannot throw the policy far off.
+        grad_norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.config["max_grad_norm"]
+        )
+        # One check for both: each has to wait until the GPU is done.
+        if not (torch.isfinite(loss) & torch.isfinite(grad_norm)):
+            raise FloatingPointError(
+                f"iteration {self.iteration + 1}: loss {loss.item()}, gradient norm "
+                f"{grad_norm.item()}; the weights are those of the last good step"
+            )
+        self.optimizer.step()
+        return stats
 
     @torch.no_grad()
     def explain(self, tokenizer):
@@ -449,6 +460,9 @@ def best_possible(scores, kl_coef):
     objective = kl_coef * (log_w.logsumexp(1) - math.log(scores.shape[1]))
     kl = (score - objective) / kl_coef
     effective_samples = 1 / share.square().sum(1)
-    result = {"score": score.mean(), "kl": kl.mean(), "objective": objective.mean()}
-    result["effective_samples"] = effective_samples.min()
-    return {name: value.item() for name, value in result.items()}
+    return {
+        "score": score.mean().item(),
+        "kl": kl.mean().item(),
+        "objective": objective.mean().item(),
+        "effective_samples": effective_samples.min().item(),
+    }

@@ -40,11 +40,16 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification as AutoClassifier
-from transformers import AutoTokenizer, logging, pipeline, set_seed
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    logging,
+    pipeline,
+    set_seed,
+)
 
-from gpt2_value_head import LOAD, SAMPLING, check_model, load_gpt2
-from ppo import PPOTrainer, best_possible, mixed_precision, read_scores, sequence_kl
+from gpt2_value_head import SAMPLING, load_checked, load_gpt2
+from ppo import PPOTrainer, best_possible, mixed_precision, sequence_kl
 
 config = {
     # which models: names on the hub, or local folders
@@ -100,8 +105,7 @@ def load_models(config):
 
     Raises `ConfigError` with one readable line if a model cannot be loaded or does not fit.
     """
-    gpt2_name = os.path.expanduser(config["model_name"])
-    reward_name = os.path.expanduser(config["reward_model_name"])
+    gpt2_name, reward_name = config["model_name"], config["reward_model_name"]
     if config["offline"]:
         gpt2_name, reward_name = build_stand_ins()
     device = pick_device(config["device"])
@@ -113,17 +117,13 @@ def load_models(config):
         model.set_attn_implementation("eager")
     # A departure from the article's text: the model as it was, from which the KL is measured.
     ref_model = copy.deepcopy(model)
-    check_prompts(config, tokenizer, model.config.n_positions, "model_name")
-
     with loading("reward_model_name", reward_name):
-        classifier, report = AutoClassifier.from_pretrained(reward_name, **LOAD)
-        words = AutoTokenizer.from_pretrained(reward_name)
-        check_model(classifier, report, words, spare_rows=128)  # often padded to a round number
-        sentiment_pipe = pipeline("sentiment-analysis", classifier, tokenizer=words, device=device)
-        # What cannot be used should fail now, not after the first rollout.
-        sentiment_pipe(config["prompts"], top_k=None, truncation=True, max_length=8, batch_size=64)
-    check_prompts(config, words, longest_text(sentiment_pipe), "reward_model_name")
-    find_label(sentiment_pipe, config["reward_label"])  # stops here if there is no such label
+        sentiment_pipe = load_reward_model(reward_name, device)
+    # What cannot be used should fail now, not after the first rollout.
+    check_prompts(config, tokenizer, model.config.n_positions, "model_name")
+    longest = longest_text(sentiment_pipe)
+    check_prompts(config, sentiment_pipe.tokenizer, longest, "reward_model_name")
+    find_label(sentiment_pipe, config["reward_label"])
     return model, ref_model, tokenizer, sentiment_pipe
 
 
@@ -144,6 +144,7 @@ def generate_responses(model, tokenizer, queries, gen_len, do_sample=True):
     """
     batch = tokenizer.pad({"input_ids": queries}, padding_side="left", return_tensors="pt")
     how = SAMPLING if do_sample else {"do_sample": False}
+    # Said here too, since the model need not come from load_gpt2.
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     output = model.generate(**batch.to(model.device), max_new_tokens=gen_len, **how, **ends)
     responses = []
@@ -178,7 +179,8 @@ def score_texts(sentiment_pipe, texts, reward_label):
 
 def rollout(trainer, tokenizer, sentiment_pipe, openings):
     """Steps 2 and 3 for B openings -> queries, responses, texts, scores (B,), time stamps."""
-    config, clock = trainer.config, [time.perf_counter()]
+    config = trainer.config
+    clock = [time.perf_counter()]
     queries = encode_prompts(tokenizer, openings)
     with mixed_precision(trainer.model.device, config["dtype"]):
         responses = generate_responses(trainer.model, tokenizer, queries, config["gen_len"])
@@ -188,9 +190,7 @@ def rollout(trainer, tokenizer, sentiment_pipe, openings):
         clock.append(time.perf_counter())
         scores = score_texts(sentiment_pipe, texts, config["reward_label"])
     with one_line("score_texts", ValueError):  # another count than B: one readable line
-        scores = read_scores(scores, len(texts))
-    if not torch.isfinite(scores).all():
-        raise FloatingPointError(f"iteration {trainer.iteration + 1}: a score is not finite")
+        scores = trainer.read_scores(scores, len(texts))
     clock.append(time.perf_counter())
     return queries, responses, texts, scores, clock
 
@@ -205,23 +205,7 @@ def train_one_iteration(trainer, tokenizer, sentiment_pipe):
     # 4. learn
     stats = trainer.step(queries, responses, scores)
     clock.append(time.perf_counter())
-
-    n_tokens = sum(len(ids) for ids in responses)
-    row = {
-        "iteration": trainer.iteration,
-        "score_mean": scores.mean().item(),
-        "score_std": scores.std(correction=0).item(),
-        **stats,
-        # what PPO maximizes: the score less what the KL to the original model costs
-        "objective": scores.mean().item() - stats["kl_coef"] * stats["kl"],
-        "response_length": n_tokens / len(responses),
-        "distinct": len({tuple(ids.tolist()) for ids in responses}) / len(responses),
-        "seconds_rollout": clock[1] - clock[0],
-        "seconds_score": clock[2] - clock[1],
-        "seconds_update": clock[3] - clock[2],
-        "seconds_total": clock[3] - clock[0],
-        "tokens_per_second": n_tokens / (clock[3] - clock[0]),
-    }
+    row = metrics_row(trainer.iteration, stats, responses, scores, clock)
     return row, texts, scores
 
 
@@ -240,7 +224,8 @@ def main(config):
     if run.before is None:
         run.before, run.reference_scores = evaluate(trainer, tokenizer, sentiment_pipe)
 
-    run.print_header()
+    say("KL: from the original model, in nats per response; all columns: README.md")
+    say(HEADER)
     done, last = trainer.iteration, config["iterations"]
     bar = tqdm(range(done + 1, last + 1), initial=done, total=last, disable=None)
     with stop_signals() as received:
@@ -265,6 +250,22 @@ def main(config):
 # A first reading may stop here. Below: evaluation, the run folder, checks of what a user gives.
 
 
+class ConfigError(ValueError):
+    """A mistake that the user can fix; its message is one line: what is wrong, what is right."""
+
+
+@contextmanager
+def one_line(problem, kinds, advice=""):
+    """Turn an error of these kinds into one line: the problem, the reason, the advice."""
+    try:
+        yield
+    except kinds as error:
+        if device_advice(error):
+            raise  # out of memory, say, whatever was being done
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400].rstrip(".")
+        raise ConfigError(f"{problem} ({reason}). {advice}".rstrip()) from error
+
+
 def prepare_output():
     """Write every line at once, also into files; print ? where the console has no Chinese."""
     for stream in (sys.stdout, sys.stderr):
@@ -284,6 +285,26 @@ def seed_draws(seed, n):
     Training iteration i is part 2 i, an evaluation after it part 2 i + 1.
     """
     set_seed((1_000_000 * seed + n) % 2**32)
+
+
+def metrics_row(iteration, stats, responses, scores, clock):
+    """One row of metrics.csv: the stats of `PPOTrainer.step`, and what else is known of a batch."""
+    n_tokens = sum(len(ids) for ids in responses)
+    return {
+        "iteration": iteration,
+        "score_mean": scores.mean().item(),
+        "score_std": scores.std(correction=0).item(),
+        **stats,
+        # what PPO maximizes: the score less what the KL to the original model costs
+        "objective": scores.mean().item() - stats["kl_coef"] * stats["kl"],
+        "response_length": n_tokens / len(responses),
+        "distinct": len({tuple(ids.tolist()) for ids in responses}) / len(responses),
+        "seconds_rollout": clock[1] - clock[0],
+        "seconds_score": clock[2] - clock[1],
+        "seconds_update": clock[3] - clock[2],
+        "seconds_total": clock[3] - clock[0],
+        "tokens_per_second": n_tokens / (clock[3] - clock[0]),
+    }
 
 
 # ------------------------------------------------------------------------------------- evaluation
@@ -376,6 +397,13 @@ def print_row(label, row):
 # --------------------------------------------------------------------------------- the run folder
 
 
+HEADER = "iter  score ± std      KL  objective  entropy  clipfrac  distinct  length  secs"
+ROW = (
+    "{iteration:4d}  {score_mean:.3f} ± {score_std:.3f} {kl:5.2f}{objective:11.3f}{entropy:9.2f}"
+    "{clipfrac:10.3f}{distinct:10.2f}{response_length:8.1f}{seconds_total:6.1f}"
+)
+
+
 class RunFolder:
     """What a run leaves behind: config, metrics, samples, checkpoints, evaluation, curve."""
 
@@ -383,10 +411,8 @@ class RunFolder:
         self.config, self.trainer, self.tokenizer = config, trainer, tokenizer
         self.before = self.reference_scores = None  # the evaluation before training
         self.rows, self.samples = [], []  # of metrics.csv and samples.txt, from the beginning
-        stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
-        self.path = Path(os.path.expanduser(config["resume"] or config["save_dir"]))
-        if not config["resume"]:
-            self.path = self.path / stamp
+        new = Path(config["save_dir"], datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f"))
+        self.path = Path(config["resume"] or new)
         problem = f"no run folder can be made in save_dir={config['save_dir']!r}"
         with one_line(problem, (OSError, ValueError)):
             self.path.mkdir(parents=True, exist_ok=bool(config["resume"]))
@@ -402,19 +428,12 @@ class RunFolder:
         first, last, size = trainer.iteration + 1, config["iterations"], config["batch_size"]
         say(f"iterations {first} to {last} of {size} responses each")
 
-    def print_header(self):
-        say("KL: from the original model, in nats per response; all columns: README.md")
-        say("iter  score ± std      KL  objective  entropy  clipfrac  distinct  length  secs")
-
     def log(self, row, texts, scores):
         """Keep a row; in the first, the last and every 10th iteration print it with three texts."""
         self.rows.append(row)
         n, last, every = row["iteration"], self.config["iterations"], self.config["explain"]
         if n in (1, last) or n % 10 == 0:
-            start = f"{n:4d}  {row['score_mean']:.3f} ± {row['score_std']:.3f} {row['kl']:5.2f}"
-            middle = f"{row['objective']:11.3f}{row['entropy']:9.2f}{row['clipfrac']:10.3f}"
-            end = f"{row['distinct']:10.2f}{row['response_length']:8.1f}"
-            say(f"{start}{middle}{end}{row['seconds_total']:6.1f}")
+            say(ROW.format(**row))
             kls = sequence_kl(self.trainer.last_batch).tolist()
             self.samples.append(f"iteration {n}")
             for i in range(min(3, len(texts))):
@@ -426,15 +445,16 @@ class RunFolder:
 
     def warn(self, row):
         """Say once, in plain words, what looks wrong although the program runs on."""
-        gen_len, recent = self.config["gen_len"], self.rows[-5:]
-        mean_kl = sum(past["kl"] for past in recent) / 5
-        shortest = min(past["response_length"] for past in recent)
+        gen_len = self.config["gen_len"]
         if row["distinct"] < 0.1 and gen_len > 4:
             warnings.warn("nearly all responses are alike: raise kl_coef or lower lr")
-        if len(recent) == 5 and mean_kl < -0.5:
+        recent = self.rows[-5:]
+        if len(recent) < 5:
+            return
+        if sum(past["kl"] for past in recent) / 5 < -0.5:
             warnings.warn("KL clearly negative: another policy samples than PPO updates")
-        all_cut = len(recent) == 5 and shortest == gen_len > 4
-        if all_cut and self.before["pool"]["ended"] > 0.1:
+        all_cut = all(past["response_length"] == gen_len for past in recent)
+        if all_cut and gen_len > 4 and self.before["pool"]["ended"] > 0.1:
             warnings.warn("no response ends any more: raise kl_coef")
 
     def save(self, checkpoint):
@@ -574,22 +594,6 @@ def stop_signals():
 # -------------------------------------------------------------------------------------- the checks
 
 
-class ConfigError(ValueError):
-    """A mistake that the user can fix; its message is one line: what is wrong, what is right."""
-
-
-@contextmanager
-def one_line(problem, kinds, advice=""):
-    """Turn an error of these kinds into one line: the problem, the reason, the advice."""
-    try:
-        yield
-    except kinds as error:
-        if device_advice(error):
-            raise  # out of memory, say, whatever was being done
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400].rstrip(".")
-        raise ConfigError(f"{problem} ({reason}). {advice}".rstrip()) from error
-
-
 def check_config(given):
     """-> the complete config: what was given, over the start values or those of a run to resume."""
     for key in given:
@@ -600,9 +604,12 @@ def check_config(given):
     check_values(full)
     if given.keys() == config.keys():  # a changed copy of the dict: given is what differs from it
         given = {key: value for key, value in given.items() if value != config[key]}
+    for key in ("model_name", "reward_model_name", "save_dir", "resume"):
+        if full[key]:
+            full[key] = os.path.expanduser(full[key])  # no shell does that behind key=
+    given = {key: full[key] for key in given}
     if full["resume"]:
-        resume = os.path.expanduser(full["resume"])
-        full = stored_config(Path(resume), given) | given | {"resume": resume}
+        full = stored_config(Path(full["resume"]), given) | given | {"resume": full["resume"]}
     elif full["offline"]:
         for key in ("model_name", "reward_model_name"):
             if key in given:
@@ -675,7 +682,8 @@ def stored_config(folder, given):
             refused.append(f"{key}={value!r} for {stored[key]!r}")
     if refused:
         raise ConfigError(f"a resumed run keeps its settings; refused are {', '.join(refused)}")
-    planned, total = stored["iterations"], given.get("iterations", stored["iterations"])
+    planned = stored["iterations"]
+    total = given.get("iterations", planned)
     if total < planned:
         raise ConfigError(f"iterations={total}: {folder} is set up for {planned}; it may only grow")
     last_checkpoint = folder / f"checkpoint-{planned}"
@@ -731,8 +739,8 @@ def loading(key, name):
 
 def check_prompts(config, tokenizer, n_positions, key):
     """Every opening must be a text that the model of `key` can read, with room for a response."""
-
-    gen_len, openings = config["gen_len"], config["prompts"] + config["held_out_prompts"]
+    gen_len = config["gen_len"]
+    openings = config["prompts"] + config["held_out_prompts"]
     for opening in sorted(openings, key=len, reverse=True):
         ids = tokenizer(opening, add_special_tokens=False)["input_ids"]
         unknown = sum(token in tokenizer.all_special_ids for token in ids)  # or "[SEP]", say
@@ -745,6 +753,17 @@ def check_prompts(config, tokenizer, n_positions, key):
         if gen_len > room:
             space = f"leaves room for {room} tokens in the {n_positions} positions of {key}"
             raise ConfigError(f"gen_len={gen_len}: prompt {opening!r} {space}")
+
+
+def load_reward_model(name, device):
+    """-> a pipeline that reads texts and gives the probability of every label."""
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    # Its embedding is often padded to a round number of rows.
+    classifier = load_checked(AutoModelForSequenceClassification, name, tokenizer, spare_rows=128)
+    sentiment_pipe = pipeline("sentiment-analysis", classifier, tokenizer=tokenizer, device=device)
+    # A trial: some tokenizers cannot pad, some models need more than token ids.
+    sentiment_pipe(["one", "two texts"], top_k=None, truncation=True, max_length=8, batch_size=64)
+    return sentiment_pipe
 
 
 def longest_text(sentiment_pipe):
@@ -772,9 +791,7 @@ def parse_overrides(arguments):
             raise ConfigError(f"{argument!r} is not key=value; the keys are: {', '.join(config)}")
         overrides[key] = text
         if type(config.get(key)) is not str and key != "resume":  # a name may well be 2024
-            with suppress(
-                ValueError, SyntaxError, TypeError
-            ):  # what is no Python value stays a text
+            with suppress(ValueError, SyntaxError, TypeError):  # no Python value: it stays a text
                 overrides[key] = ast.literal_eval(text)
     return overrides
 
