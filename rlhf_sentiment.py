@@ -142,7 +142,7 @@ def generate_responses(model, tokenizer, queries, gen_len, do_sample=True):
     One `generate` for the whole batch, padded on the left so that every row continues from its own
     last token; the article generates prompt by prompt.
     """
-    batch = tokenizer.pad({"input_ids": queries}, padding_side="left", return_tensors="pt")
+    batch = tokenizer.pad({"input_ids": queries}, padding_side="left")
     how = SAMPLING if do_sample else {"do_sample": False}
     # Said here too, since the model need not come from load_gpt2.
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

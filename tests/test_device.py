@@ -59,6 +59,13 @@ def test_a_step_puts_everything_on_the_device(elsewhere):
     assert len(trainer.explain(tokenizer).split("\n")) == 2  # the head and one token
 
 
+def test_the_models_are_loaded_onto_the_device(loaded, settings, monkeypatch):
+    monkeypatch.setattr(rlhf_sentiment, "pick_device", lambda name: "meta")
+    monkeypatch.setattr(rlhf_sentiment, "load_reward_model", lambda name, device: loaded[3])
+    model, ref_model, _, _ = rlhf_sentiment.load_models(settings)
+    assert model.device.type == ref_model.device.type == "meta"
+
+
 def test_a_rollout_puts_everything_on_the_device(elsewhere):
     trainer, tokenizer = elsewhere
     responses = rlhf_sentiment.generate_responses(trainer.model, tokenizer, QUERIES, 4)

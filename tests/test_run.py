@@ -211,6 +211,32 @@ def test_in_a_pipe_every_line_comes_when_it_is_written(hub, tmp_path):
     assert max(len(line) for line in lines if "/" not in line) <= 100
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_in_a_terminal_a_bar_shows_how_far_a_run_is_also_a_resumed_one(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    folder = run(hub, tmp_path, iterations=2)["run_dir"]
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    main({"resume": folder, "iterations": 4})
+    bars = [bar for bar in sys.stderr.getvalue().split("\r") if "score=" in bar]
+    assert "2/4" in bars[0] and "4/4" in bars[-1]
+    last = metrics(folder)[-1]
+    assert f"kl={float(last['kl']):.2f}, score={float(last['score_mean']):.3f}" in bars[-1]
+
+
+def test_without_a_terminal_there_is_no_bar_but_a_head_over_the_columns(hub, tmp_path, capfd):
+    run(hub, tmp_path, iterations=1)
+    out, err = capfd.readouterr()
+    assert err == "" and "all columns: README.md" in out
+    head, first = out[out.index("iter  score") :].split("\n")[:2]
+    for name in ("objective", "entropy", "clipfrac", "distinct", "length", "secs"):
+        end = head.index(name) + len(name)  # each number ends where its name ends
+        assert first[end - 1].isdigit() and not first[end : end + 1].strip(), name
+
+
 def test_a_console_without_chinese_gets_something_else_and_the_run_goes_on(hub, tmp_path):
     process = script(*as_arguments(hub), f"save_dir={tmp_path}", PYTHONIOENCODING="ascii")
     out, err = process.communicate(timeout=120)
