@@ -89,7 +89,7 @@ def compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """
     kl_penalty = -kl_coef * (logprobs - ref_logprobs)
     column = torch.arange(mask.shape[1], device=mask.device)
-    is_last = column == mask.long().sum(1, keepdim=True) - 1  # (B, R)
+    is_last = column == mask.sum(1, keepdim=True) - 1  # (B, R)
     rewards = kl_penalty + torch.where(is_last, scores.unsqueeze(1), 0.0)
     return rewards.masked_fill(mask == 0, 0)
 

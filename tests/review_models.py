@@ -31,7 +31,6 @@ from transformers import (
     logging,
 )
 
-from ppo import mixed_precision
 from tests.tiny_models import LABELS, make_batches, train
 
 HELD_OUT = 2000  # reviews that neither model is trained on
@@ -117,10 +116,10 @@ def main(out_dir, width, layers, steps, seed):
     classifier = BertForSequenceClassification(
         BertConfig(intermediate_size=768, **sizes, **names, **both)
     )
-    bar = tqdm(total=2 * steps, desc="training both", disable=None)
-    with bar, mixed_precision("cpu", "auto"):
-        train(gpt2, draw_batches(tokenizer, make_documents(texts), None, steps), 1e-3, bar)
-        train(classifier, draw_batches(tokenizer, *make_pieces(reviews), steps), 5e-4, bar)
+    with tqdm(total=2 * steps, desc="training both", disable=None) as bar:
+        train(gpt2, draw_batches(tokenizer, make_documents(texts), None, steps), 1e-3, bar, "auto")
+        batches = draw_batches(tokenizer, *make_pieces(reviews), steps)
+        train(classifier, batches, 2e-4, bar, "auto")
     batch = tokenizer([text[:60] for text, _ in held_out], padding=True, return_tensors="pt")
     with torch.no_grad():
         found = classifier(**batch).logits.argmax(-1)

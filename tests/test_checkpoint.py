@@ -46,6 +46,7 @@ def test_its_tokenizer_opens_a_document_and_does_not_close_it(trained):
     assert row["input_ids"][0] == tokenizer.bos_token_id
     assert tokenizer.eos_token_id not in row["input_ids"][1:]
     assert tokenizer.padding_side == "left" and tokenizer.pad_token is not None
+    assert tokenizer.model_max_length == 1024  # as the model that it came from says
     assert tokenizer.decode(row["input_ids"], skip_special_tokens=True) == opening
     # transformers 4 knows this class name, and not the one that version 5 gives it
     written = json.loads((checkpoint / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -30,6 +30,8 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
+from ppo import mixed_precision
+
 CACHE = Path(__file__).parent.parent / ".tiny_models"
 
 LABELS = {0: "negative (stars 1, 2 and 3)", 1: "positive (stars 4 and 5)"}
@@ -218,13 +220,15 @@ def make_tokenizer(texts, folder):
     return BertTokenizer.from_pretrained(folder)
 
 
-def train(model, batches, lr, bar):
+def train(model, batches, lr, bar, dtype="fp32"):
     """Plain supervised training: one AdamW step on each batch of keyword arguments."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     schedule = get_cosine_schedule_with_warmup(optimizer, len(batches) // 20, len(batches))
     model.train()
     for batch in batches:
-        loss = model(**batch).loss
+        # Left before the step: inside, autocast keeps the rounded weights of before.
+        with mixed_precision(model.device, dtype):
+            loss = model(**batch).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
