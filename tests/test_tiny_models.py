@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from rlhf_sentiment import (
     load_models,
     score_texts,
 )
-from tests.tiny_models import CACHE, build, make_review, make_reviews
+from tests.tiny_models import CACHE, build, make_review, make_reviews, train
 
 TINY = {"gpt2_steps": 2, "classifier_steps": 2}
 
@@ -31,6 +32,25 @@ def test_the_reviews_are_many_and_half_of_them_positive():
     assert len(set(texts)) == 10_000 and 0.45 < sum(labels) / len(labels) < 0.55
     assert max(map(len, texts)) < 60 and all(text.endswith("。") for text in texts)
     assert make_review(random.Random(3)) == make_review(random.Random(3))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_training_step_sees_the_weights_of_the_step_before(dtype):
+    """An autocast context keeps the rounded weights that it began with: it must not be kept."""
+
+    class Line(torch.nn.Module):  # y = w x, trained towards y = 3 for x = 1
+        device = torch.device("cpu")
+
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(1, 1, bias=False)
+
+        def forward(self, x):
+            return SimpleNamespace(loss=(self.linear(x) - 3).square().mean())
+
+    model, bar = Line(), SimpleNamespace(update=lambda: None)
+    train(model, [{"x": torch.ones(4, 1)}] * 200, 0.1, bar, dtype)
+    assert model.linear.weight.item() == pytest.approx(3, abs=0.1)
 
 
 def test_the_judge_is_right_about_reviews_that_it_has_not_seen(stand_ins):
