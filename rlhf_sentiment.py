@@ -227,6 +227,7 @@ def main(config):
     say("KL: from the original model, in nats per response; all columns: README.md")
     say(HEADER)
     done, last = trainer.iteration, config["iterations"]
+    # disable=None: a bar in a terminal, none in a file
     bar = tqdm(range(done + 1, last + 1), initial=done, total=last, disable=None)
     with stop_signals() as received:
         for iteration in bar:
@@ -238,7 +239,7 @@ def main(config):
             due = iteration == last or iteration % config["save_freq"] == 0
             saving = due or bool(received)
             run.save(checkpoint=saving)
-            if received and saving:  # a signal that came after the question waits for the next
+            if received and saving:  # one that came during a save without checkpoint has to wait
                 say(f"to continue: {run.resume_command}")
                 raise SystemExit(128 + received[0])
 
@@ -362,7 +363,7 @@ def mean_and_error(x):
     """`(openings, samples)` -> mean and its standard error."""
     # The openings are fixed, not drawn: only the spread within each of them is chance.
     n = x.shape[1]
-    variance = x.var(1, correction=min(1, n - 1)).mean()
+    variance = x.var(1, correction=min(1, n - 1)).mean()  # of a single sample: 0, not nan
     return x.mean().item(), (variance / x.numel()).sqrt().item()
 
 
@@ -725,14 +726,15 @@ def loading(key, name):
     # Silence warnings of what is dealt with here: a new value head, odd ids, a silent hub.
     for library in ("transformers", "huggingface_hub"):
         logging.get_logger(library).setLevel("ERROR")
-    where = "" if os.path.isdir(name) else " (no local folder)"
+    from_hub = not os.path.isdir(name)
     logging.disable_progress_bar()
-    if where and sys.stderr.isatty():
+    if from_hub and sys.stderr.isatty():
         logging.enable_progress_bar()  # somebody may be waiting for a download
     advice = (
         "Three ways out: name a local folder that holds the model; set HF_ENDPOINT to a mirror in "
         "the shell; or train small models with offline=True"
     )
+    where = " (no local folder)" if from_hub else ""
     with one_line(f"{key}={name!r}{where} cannot be used", Exception, advice):
         yield
 
@@ -741,7 +743,7 @@ def check_prompts(config, tokenizer, n_positions, key):
     """Every opening must be a text that the model of `key` can read, with room for a response."""
     gen_len = config["gen_len"]
     openings = config["prompts"] + config["held_out_prompts"]
-    for opening in sorted(openings, key=len, reverse=True):
+    for opening in sorted(openings, key=len, reverse=True):  # the longest has the least room
         ids = tokenizer(opening, add_special_tokens=False)["input_ids"]
         unknown = sum(token in tokenizer.all_special_ids for token in ids)  # or "[SEP]", say
         note = f"prompt {opening!r}: {unknown} of its {len(ids)} tokens are unknown to {key}"
