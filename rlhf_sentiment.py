@@ -491,6 +491,7 @@ class RunFolder:
             "optimizer": trainer.optimizer.state_dict(),
             "before": self.before,
             "reference_scores": self.reference_scores,
+            "own_reward": reward_is_replaced(),
             "rows": self.rows,
             "samples": self.samples,
         }
@@ -521,6 +522,11 @@ class RunFolder:
             self.trainer.kl_controller.value = state["kl_coef"]
             self.before, self.reference_scores = state["before"], state["reference_scores"]
             self.rows, self.samples = state["rows"], state["samples"]
+        if state.get("own_reward", False) != reward_is_replaced():
+            warnings.warn(
+                "score_texts is not the one that this run began with: a reward of your own needs the "
+                'script that sets it, with main({"resume": ...})'
+            )
 
     def finish(self, after):
         """Compare and report; curve.png and evaluation.json -> the summary that `main` returns."""
@@ -772,6 +778,11 @@ def longest_text(sentiment_pipe):
     """How many tokens the reward model can read."""
     limit = sentiment_pipe.tokenizer.model_max_length  # 1e30 where nobody has set it
     return min(limit, getattr(sentiment_pipe.model.config, "max_position_embeddings", limit))
+
+
+def reward_is_replaced():
+    """Whether a notebook or script has put a reward of its own in the place of `score_texts`."""
+    return score_texts.__module__ != __name__
 
 
 def find_label(sentiment_pipe, reward_label):
