@@ -17,7 +17,8 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, GPT2LMHeadModel
 
 # Sampling from the policy itself. `generate` defaults to top_k=50, and then the tokens would come
-# from another distribution than the one whose log-probs PPO computes: the KL goes negative.
+# from another distribution than the one whose log-probs PPO computes. The KL that is estimated from
+# them would be none: it goes negative.
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
@@ -31,7 +32,7 @@ class ValueHead(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.summary = nn.Linear(config.hidden_size, 1)
+        self.summary = nn.Linear(config.hidden_size, 1)  # the article's name for it
         nn.init.zeros_(self.summary.weight)
         nn.init.zeros_(self.summary.bias)
 
@@ -62,10 +63,10 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
         if isinstance(module, nn.Linear) and module.out_features == 1:
             nn.init.zeros_(module.weight)
 
-    def logits_and_values(self, input_ids, attention_mask, positions=slice(None)):
+    def logits_and_values(self, input_ids, attention_mask, columns=slice(None)):
         """Next-token logits and values, `(B, T, V)` and `(B, T)`, for rows padded on either side.
 
-        `input_ids` and `attention_mask` are `(B, T)`, V is the size of the vocabulary. `positions`,
+        `input_ids` and `attention_mask` are `(B, T)`, V is the size of the vocabulary. `columns`,
         a slice, limits the result to those of the T: the logits are by far the largest tensor here
         (V is 21,128 for the hub model).
         """
@@ -75,26 +76,28 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
         output = self.transformer(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         )
-        hidden_states = output.last_hidden_state[:, positions]  # (B, positions, hidden_size)
+        hidden_states = output.last_hidden_state[:, columns]  # (B, columns, hidden_size)
         return self.lm_head(hidden_states), self.v_head(hidden_states)
 
     def save_pretrained(self, folder, **options):
         """Write a checkpoint that any program can load as a GPT-2."""
         super().save_pretrained(folder, **options)
-        # It now names this class, which other programs do not have: TRL, for one, stops there.
+        # config.json now names this class, which other programs do not have: TRL stops there.
         self.config.architectures = ["GPT2LMHeadModel"]
-        # A pipeline has rules of its own unless it finds some: here, or in generation_config.json.
+        # Pipelines sample by rules of their own unless they find some: transformers 5 looks into
+        # generation_config.json, transformers 4 in here first.
         rules = {**SAMPLING, "max_new_tokens": self.generation_config.max_new_tokens}
         self.config.task_specific_params = {"text-generation": rules}
         self.config.save_pretrained(folder)
-        for weights in Path(folder).glob("*.safetensors"):  # readable by their owner only
+        # safetensors makes files that only their owner can read: give them the usual permissions.
+        for weights in Path(folder).glob("*.safetensors"):
             shutil.copymode(Path(folder, "config.json"), weights)
 
 
 class PreTrainedTokenizerFast(transformers.PreTrainedTokenizerFast):
-    """Carries the class name that a saved tokenizer needs, to load in transformers 4 as well as 5.
+    """The same class under its old name, which is written into a checkpoint.
 
-    Transformers 5 renamed the class it derives from, and version 4 does not know the new name.
+    Transformers 5 would write the new name, TokenizersBackend, which transformers 4 does not know.
     """
 
 
@@ -121,7 +124,8 @@ def load_tokenizer(name):
         # A first piece "##s" continues a word of the opening.
         wide = "[\u2014-\u2026\u3000-\u9fff\uf900-\uffef]"  # Chinese characters and punctuation
         no_spaces = Replace(Regex(f"^##|(?<={wide}) | (?={wide})"), "")
-        backend.decoder = Sequence([backend.decoder, Fuse(), no_spaces])
+        backend.decoder = Sequence([backend.decoder, Fuse(), no_spaces])  # Fuse: into one string
+    # Its own pad token if it has one, and the others that it has ([UNK], say).
     special_tokens = {"pad_token": end, **tokenizer.special_tokens_map}
     special_tokens |= {"bos_token": start, "eos_token": end}
     return PreTrainedTokenizerFast(
@@ -146,7 +150,7 @@ def load_gpt2(name):
     tokenizer = load_tokenizer(name)
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {key: getattr(tokenizer, key) for key in keys}
-    # The hub's config puts start and end outside the vocabulary: no text would ever end.
+    # The default model's config puts start and end outside the vocabulary: no text would ever end.
     config.update({**ids, "tokenizer_class": None})  # the class that it names is replaced, too
     if config.activation_function == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"  # the same function in one fused kernel
@@ -160,8 +164,8 @@ def load_checked(model_class, name, tokenizer, spare_rows=0, **options):
     """`model_class.from_pretrained(name)` in eval mode, with weights that can be relied on.
 
     Raises `ValueError` unless all weights were found, are finite and fit the tokenizer.
-    `spare_rows` is how many more rows than the tokenizer has entries the embedding may have. A
-    tokenizer that found no vocabulary file loads without complaint, with 5 entries.
+    The embedding needs a row for each entry of the tokenizer and may have `spare_rows` more. (A
+    tokenizer that found no vocabulary file loads without complaint, with 5 entries.)
     """
     # In float32 whatever the file holds, because updates of 1e-5 vanish in half precision; and with
     # a report on what is missing or has another shape.
@@ -170,7 +174,7 @@ def load_checked(model_class, name, tokenizer, spare_rows=0, **options):
     entries, rows = len(tokenizer), model.config.vocab_size
     if not entries <= rows <= entries + spare_rows:
         raise ValueError(
-            f"the tokenizer has {entries} entries, the model {rows}; it needs its own vocabulary"
+            f"the tokenizer has {entries} entries, the model {rows}: they do not belong together"
         )
     wrong = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])
     wrong = [key for key in wrong if "v_head" not in key]  # a plain GPT-2 has no value head

@@ -6,9 +6,9 @@ response, given with its last token, less a KL penalty on every token.
 
 The idea: before each token the critic (the value head) estimates how much reward is still to come,
 the *value*. The *return* is how much did come. The *advantage* of a token is return - value: how
-much better it went from there than the critic had expected. PPO makes tokens with a positive
-advantage likelier and the others less likely. (That is `gamma` = `lam` = 1. GAE is the general
-form: a smaller `lam` trusts the sampled rewards less and the critic more.)
+much better it went from there than the critic had expected. (So it is for `gamma` = `lam` = 1. GAE
+is the general form: a smaller `lam` trusts the sampled rewards less and the critic more.) PPO makes
+a token likelier if its advantage is above the mean of the batch, else less likely (`masked_whiten`).
 
 One batch serves for several optimizer steps, and after the first of them the policy is no longer
 the one that wrote it. The *ratio*, a token's probability now over that when it was sampled, corrects
@@ -84,13 +84,13 @@ def compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
     scores `(B,)`, the others `(B, R)` -> `(B, R)`. A text is scored only as a whole, so the score
     falls on its last real token (which need not be the last column), and GAE hands it back to the
-    earlier ones. The article's text shows no KL penalty (its source code has one), and calls
-    `rewards` what is `scores` here.
+    earlier ones. The article's text shows no KL penalty (its source code has one), and its `rewards`
+    are the `scores` of this program.
     """
-    kl_penalty = -kl_coef * (logprobs - ref_logprobs)
+    token_kl = logprobs - ref_logprobs
     column = torch.arange(mask.shape[1], device=mask.device)
     is_last = column == mask.sum(1, keepdim=True) - 1  # (B, R)
-    rewards = kl_penalty + torch.where(is_last, scores.unsqueeze(1), 0.0)
+    rewards = torch.where(is_last, scores.unsqueeze(1), 0.0) - kl_coef * token_kl
     return rewards.masked_fill(mask == 0, 0)
 
 
@@ -117,7 +117,9 @@ def compute_advantages(rewards, values, mask, gamma, lam):
 
 
 def ppo_loss(logprobs, values, old_logprobs, advantages, returns, mask, cliprange, vf_coef):
-    """The clipped surrogate loss plus the value loss, PPO eqs. 7 and 9; all tensors `(B, R)`.
+    """The clipped surrogate loss plus the value loss; all tensors `(B, R)`.
+
+    PPO eqs. 7 and 9, without the entropy bonus of the latter.
 
         ratio       = pi(y_t) / pi_old(y_t) = exp(logprob - old_logprob)
         clipped     = clip(ratio, 1 - cliprange, 1 + cliprange)
@@ -134,7 +136,8 @@ def ppo_loss(logprobs, values, old_logprobs, advantages, returns, mask, cliprang
     small. That is as it should be: its gradient is not 0.
 
     Returns `(loss, stats)`; stats are detached scalars: both losses, `clipfrac` (share of tokens
-    with |ratio - 1| > cliprange) and `approx_kl` = mean (ratio - 1) - log ratio >= 0.
+    with |ratio - 1| > cliprange, on either side of the clip) and `approx_kl` = mean (ratio - 1) -
+    log ratio >= 0.
     """
     log_ratio = (logprobs - old_logprobs).masked_fill(mask == 0, 0)
     ratio = torch.exp(log_ratio)
@@ -198,7 +201,7 @@ class AdaptiveKLController:
 def mixed_precision(device, dtype):
     """A context in which matrix products run in bfloat16; weights and Adam stay float32.
 
-    `dtype` is "fp32", "bf16", or "auto": bf16 where the hardware multiplies it fast.
+    `dtype` is "fp32", "bf16", or "auto": bf16 on a cuda device or a CPU that multiplies it fast.
     """
     kind = torch.device(device).type
     if dtype == "auto" and kind == "cuda":
@@ -221,7 +224,8 @@ def collate(queries, responses):
     def pad(rows, side):
         return pad_sequence(rows, batch_first=True, padding_side=side)
 
-    # Masks come from lengths and never from ids: a policy may well sample the pad token.
+    # Padded with 0, where any number would do. Masks come from lengths and never from ids: a
+    # policy may well sample the pad token.
     labels = pad(responses, "right")  # (B, R)
     mask = pad([torch.ones_like(row) for row in responses], "right")
     query_mask = pad([torch.ones_like(row) for row in queries], "left")  # (B, Q)
@@ -243,6 +247,21 @@ def sequence_kl(batch):
     """
     token_kl = batch["old_logprobs"] - batch["ref_logprobs"]
     return token_kl.masked_fill(batch["mask"] == 0, 0).sum(1)
+
+
+def read_scores(scores, n):
+    """`n` scores, whatever numbers they are and whatever holds them -> FloatTensor `(n,)`.
+
+    Raises `ValueError` for anything that cannot be read as n numbers.
+    """
+    needed = f"needed are {n} numbers, one score for each response; got"
+    try:
+        numbers = torch.as_tensor(scores, dtype=torch.float32).flatten()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{needed} what is no list of numbers: {repr(scores)[:80]}") from error
+    if len(numbers) != n:
+        raise ValueError(f"{needed} {len(numbers)}: {repr(scores)[:80]}")
+    return numbers
 
 
 class PPOTrainer:
@@ -276,14 +295,18 @@ class PPOTrainer:
         """One PPO iteration; returns a dict of plain floats.
 
         queries, responses: lists of B 1-D id tensors of any lengths >= 1; scores: B floats.
-        Raises `ValueError` if these do not match, and `FloatingPointError` before the optimizer
-        step if a score, a loss or a gradient is not finite.
+        Raises `ValueError` if these do not match, and `FloatingPointError` if a score, a loss or a
+        gradient is not finite: before the optimizer step, so that the weights stay good.
         """
         well_formed = all(ids.dim() == 1 and len(ids) > 0 for ids in [*queries, *responses])
         if len(queries) == 0 or len(queries) != len(responses) or not well_formed:
             counts = f"{len(queries)} queries and {len(responses)} responses"
-            raise ValueError(f"{counts}: there must be as many, each a non-empty 1-D tensor of ids")
-        scores = self.read_scores(scores, len(responses))
+            raise ValueError(
+                f"{counts}: there must be as many of both, at least one, each a non-empty 1-D tensor"
+            )
+        scores = read_scores(scores, len(responses))
+        if not torch.isfinite(scores).all():
+            raise FloatingPointError(f"iteration {self.iteration + 1}: a score is not finite")
         if self.iteration >= self.config["iterations"]:
             warnings.warn("more steps than `iterations`: the learning rate is 0 by now")
 
@@ -297,8 +320,8 @@ class PPOTrainer:
         batch["advantages"], batch["returns"] = compute_advantages(
             batch["rewards"], batch["values"], mask, self.config["gamma"], self.config["lam"]
         )
-        # Whitened over the batch, once: over one response alone it would erase whether that
-        # response was good, and over a minibatch good would mean something else in each.
+        # Whitened over the batch, once. Over one response alone that would erase whether it was
+        # good; over a minibatch the same advantage would count differently in each of them.
         batch["whitened"] = masked_whiten(batch["advantages"], mask)
         self.last_batch = batch
 
@@ -310,23 +333,6 @@ class PPOTrainer:
         self.iteration += 1
         self.kl_controller.update(stats["kl"], len(queries))
         return {**stats, "kl_coef": kl_coef, "lr": self.optimizer.param_groups[0]["lr"]}
-
-    def read_scores(self, scores, n):
-        """`n` scores, whatever numbers they are and whatever holds them -> FloatTensor `(n,)`.
-
-        Raises `ValueError` for anything that cannot be read as n numbers, and `FloatingPointError`
-        for numbers that are not finite.
-        """
-        try:
-            numbers = torch.as_tensor(scores, dtype=torch.float32).flatten()
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            numbers = torch.tensor([])
-        if len(numbers) != n:
-            came = f"{len(numbers)}, in {repr(scores)[:80]}"
-            raise ValueError(f"needed are {n} numbers, one score for each response; got {came}")
-        if not torch.isfinite(numbers).all():
-            raise FloatingPointError(f"iteration {self.iteration + 1}: a score is not finite")
-        return numbers
 
     def forward(self, model, batch):
         """Log-probs of the responses, their values, and the full logits: `(B, R)` x 2, `(B, R, V)`.
@@ -340,10 +346,10 @@ class PPOTrainer:
         Q+R-2. The last column predicts nothing that is needed, so the model does not get it; of the
         others only these R columns go through the language model head.
         """
-        positions = slice(-batch["labels"].shape[1], None)
+        columns = slice(-batch["labels"].shape[1], None)
         ids, attention_mask = batch["input_ids"][:, :-1], batch["attention_mask"][:, :-1]
         with mixed_precision(model.device, self.config["dtype"]):
-            logits, values = model.logits_and_values(ids, attention_mask, positions)
+            logits, values = model.logits_and_values(ids, attention_mask, columns)
         return logprobs_from_logits(logits, batch["labels"]), values.float(), logits
 
     @torch.no_grad()
@@ -353,20 +359,23 @@ class PPOTrainer:
         Returns the dict of `collate` with `old_logprobs`, `ref_logprobs`, `values` and `entropy`
         (of the policy's whole next-token distribution, in nats). Both models read the text that
         the policy wrote: how likely would each have made these very tokens? The difference is
-        the KL penalty. The rollout's own log-probs will not do: computed in other batch shapes,
-        they differ in the last digits, and the ratio must be 1 before the first update.
+        the token KL. The rollout's own log-probs will not do: computed in other batch shapes,
+        they differ in the last digits, and the ratio must be 1 before the first optimizer step.
         """
-        # No dropout, here and in update(): it would move the ratio without any learning.
+        # From here on without dropout: it would move the ratio without any learning.
         self.model.eval()
         batch = collate(queries, responses)
         batch = {name: tensor.to(self.model.device) for name, tensor in batch.items()}
-        parts = []
-        for part in self.minibatches(batch, torch.arange(len(queries))):
-            part["old_logprobs"], part["values"], logits = self.forward(self.model, part)
-            part["ref_logprobs"], _, _ = self.forward(self.ref_model, part)
-            part["entropy"] = entropy_from_logits(logits)
-            parts.append(part)
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        done = []
+        for minibatch in self.minibatches(batch, torch.arange(len(queries))):
+            old_logprobs, values, logits = self.forward(self.model, minibatch)
+            ref_logprobs, _, _ = self.forward(self.ref_model, minibatch)
+            minibatch["old_logprobs"] = old_logprobs
+            minibatch["ref_logprobs"] = ref_logprobs
+            minibatch["values"] = values
+            minibatch["entropy"] = entropy_from_logits(logits)
+            done.append(minibatch)
+        return {name: torch.cat([minibatch[name] for minibatch in done]) for name in done[0]}
 
     def minibatches(self, batch, order):
         """Cut the rows of `batch` in the given order; the last minibatch may be smaller."""
@@ -382,20 +391,22 @@ class PPOTrainer:
         head["lr"] = self.config["value_lr"] * remaining
         all_stats = []
         for _ in range(self.config["ppo_epochs"]):
-            for part in self.minibatches(batch, torch.randperm(len(batch["mask"]))):
-                all_stats.append(self.optimizer_step(part))
+            for minibatch in self.minibatches(batch, torch.randperm(len(batch["mask"]))):
+                all_stats.append(self.optimizer_step(minibatch))
         return {name: torch.stack([s[name] for s in all_stats]).mean() for name in all_stats[0]}
 
-    def optimizer_step(self, part):
+    def optimizer_step(self, minibatch):
         """One step of Adam on one minibatch; returns the stats of `ppo_loss`."""
-        logprobs, values, _ = self.forward(self.model, part)
+        logprobs, values, _ = self.forward(self.model, minibatch)
         loss, stats = ppo_loss(
-            logprobs, values, part["old_logprobs"], part["whitened"], part["returns"],
-            part["mask"], self.config["cliprange"], self.config["vf_coef"],
+            logprobs, values, minibatch["old_logprobs"], minibatch["whitened"],
+            minibatch["returns"], minibatch["mask"],
+            self.config["cliprange"], self.config["vf_coef"],
         )  # fmt: skip
         self.optimizer.zero_grad()
         loss.backward()
-        # A departure from the article: one odd batch cannot throw the policy far off.
+        # A departure from the article: one odd batch cannot throw the policy far off. It is one
+        # norm over the transformer and the value head.
         grad_norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self.config["max_grad_norm"]
         )
@@ -450,8 +461,8 @@ def best_possible(scores, kl_coef):
         E*[score] = mean(score * w) / mean(w)
         KL*       = (E*[score] - J*) / kl_coef
 
-    `effective_samples` = (sum w)^2 / sum w^2 of the worst opening: so many samples carry J*; with
-    few it is too low.
+    `effective_samples` = (sum w)^2 / sum w^2: how many samples carry the mean of w, for the opening
+    where they are fewest. With few of them J* comes out too low.
     """
     scores = torch.as_tensor(scores, dtype=torch.float64)
     log_w = scores / kl_coef  # up to thousands: w itself would overflow

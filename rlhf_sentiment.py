@@ -5,19 +5,20 @@ reads each review and says how likely it is positive: the score. PPO makes conti
 well more likely, while a KL penalty keeps the policy close to what it was. One iteration
 (`train_one_iteration`):
 
-    1. draw a batch of openings from the pool                config["prompts"], encode_prompts
-    2. let GPT-2 write a continuation of each                generate_responses, decode_responses
-    3. let the reward model score opening + continuation     score_texts
-    4. update GPT-2 on (queries, responses, scores)          PPOTrainer.step in ppo.py
+    1. draw a batch of openings             config["prompts"]
+    2. let GPT-2 continue each of them      encode_prompts, generate_responses, decode_responses
+    3. let the reward model score           score_texts, of opening + continuation
+    4. update GPT-2                         PPOTrainer.step in ppo.py, with queries, responses, scores
 
 Run it:  python rlhf_sentiment.py [key=value ...]            on a GPU, with access to the hub
          python rlhf_sentiment.py offline=True               anywhere, with small stand-in models
 
-Read it: this file down to "Plumbing", then gpt2_value_head.py, then ppo.py.
+Read it: this file down to "Plumbing", then gpt2_value_head.py, then ppo.py, whose top explains the
+         words of PPO that the config below uses.
 Words:   a prompt (or opening) and a continuation are text, a query and a response their token ids.
 Shapes:  B responses in a batch, Q the longest query, R the longest response.
-"The article" is the one whose steps and names this program follows,
-【RLHF】想训练ChatGPT？先来看看强化学习（RL）+语言模型（LM）吧（附源码）; departures are named.
+"The article" is 【RLHF】想训练ChatGPT？先来看看强化学习（RL）+语言模型（LM）吧（附源码）, whose steps and
+names this program follows; departures are named. Its text and its source code differ: README.md.
 """
 
 import ast
@@ -40,17 +41,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    logging,
-    pipeline,
-    set_seed,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline, set_seed
+from transformers import logging as hf_logging
 
 from gpt2_value_head import SAMPLING, load_checked, load_gpt2
-from ppo import PPOTrainer, best_possible, mixed_precision, sequence_kl
+from ppo import PPOTrainer, best_possible, mixed_precision, read_scores, sequence_kl
 
+# The start values. The functions below get the complete config of a run, which `main` puts together.
 config = {
     # which models: names on the hub, or local folders
     "model_name": "uer/gpt2-chinese-cluecorpussmall",  # the GPT-2 that learns
@@ -69,10 +66,10 @@ config = {
         "老实说，真的很",  # frankly, it is really
         "这次入住总的来说体验很",  # all in all, this hotel stay was very
     ],
-    # how much: iterations x batch_size responses in all
+    # how much: iterations x batch_size responses, about 20,000
     "iterations": 157,  # batches of fresh responses (rollouts); the learning rate falls to 0
     "batch_size": 128,  # responses in each; more: steadier gradients, slower iterations
-    "gen_len": 16,  # most new tokens of a response; more: longer texts, harder credit assignment
+    "gen_len": 16,  # a response ends here at the latest; more: harder credit assignment
     # the update
     "ppo_epochs": 2,  # passes over each batch; more: learns faster per sample, may overshoot
     "minibatch_size": 64,  # responses per optimizer step; smaller: less memory, noisier steps
@@ -96,7 +93,7 @@ config = {
     "save_freq": 50,  # iterations between checkpoints; one is always written after the last
     "resume": None,  # a run folder to continue
     "eval_samples": 256,  # responses per opening before and after; more: smaller error bars
-    "explain": 0,  # n: token table of a response every n iterations too; 0: only first and last
+    "explain": 0,  # n: print the token table every n iterations; 0: in the first and last only
 }
 
 
@@ -142,14 +139,14 @@ def generate_responses(model, tokenizer, queries, gen_len, do_sample=True):
     One `generate` for the whole batch, padded on the left so that every row continues from its own
     last token; the article generates prompt by prompt.
     """
-    batch = tokenizer.pad({"input_ids": queries}, padding_side="left")
+    batch = tokenizer.pad({"input_ids": queries}, padding_side="left", return_tensors="pt")
+    # load_gpt2 has set all of this too, but the model need not come from there.
     how = SAMPLING if do_sample else {"do_sample": False}
-    # Said here too, since the model need not come from load_gpt2.
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     output = model.generate(**batch.to(model.device), max_new_tokens=gen_len, **how, **ends)
     responses = []
     for ids in output[:, batch["input_ids"].shape[1] :].tolist():  # what follows the query
-        # The article keeps the last gen_len ids; where a row ended early, that is padding too.
+        # The article keeps the last gen_len ids: with an early end, some of the prompt as well.
         if tokenizer.eos_token_id in ids:
             ids = ids[: ids.index(tokenizer.eos_token_id) + 1]
         responses.append(torch.tensor(ids))
@@ -157,7 +154,10 @@ def generate_responses(model, tokenizer, queries, gen_len, do_sample=True):
 
 
 def decode_responses(tokenizer, responses):
-    """-> list of str as a person would write them: no special tokens, no spaces beside Chinese."""
+    """-> list of str as a person would write them.
+
+    Without special tokens, `[UNK]` among them, and without spaces beside Chinese characters.
+    """
     return tokenizer.batch_decode(responses, skip_special_tokens=True)
 
 
@@ -168,7 +168,8 @@ def score_texts(sentiment_pipe, texts, reward_label):
     """
     label = find_label(sentiment_pipe, reward_label)
     longest = longest_text(sentiment_pipe)
-    # top_k=None gives every label, sorted by score: so look the label up by its name
+    # top_k=None gives every label, sorted by score: so look the label up by its name.
+    # A text that is too long for the reward model loses its end.
     outputs = sentiment_pipe(texts, top_k=None, truncation=True, max_length=longest, batch_size=64)
     scores = []
     for output in outputs:
@@ -178,21 +179,22 @@ def score_texts(sentiment_pipe, texts, reward_label):
 
 
 def rollout(trainer, tokenizer, sentiment_pipe, openings):
-    """Steps 2 and 3 for B openings -> queries, responses, texts, scores (B,), time stamps."""
+    """Steps 2 and 3 for B openings -> queries, responses, texts, scores `(B,)`, seconds."""
     config = trainer.config
-    clock = [time.perf_counter()]
+    start = time.perf_counter()
     queries = encode_prompts(tokenizer, openings)
     with mixed_precision(trainer.model.device, config["dtype"]):
         responses = generate_responses(trainer.model, tokenizer, queries, config["gen_len"])
         continuations = decode_responses(tokenizer, responses)
         # Scored and logged is what a person would read, with the opening as it was written.
         texts = [opening + text for opening, text in zip(openings, continuations)]
-        clock.append(time.perf_counter())
+        written = time.perf_counter()
         scores = score_texts(sentiment_pipe, texts, config["reward_label"])
-    with one_line("score_texts", ValueError):  # another count than B: one readable line
-        scores = trainer.read_scores(scores, len(texts))
-    clock.append(time.perf_counter())
-    return queries, responses, texts, scores, clock
+    with as_config_error("score_texts", ValueError):  # a reward of your own may give anything
+        scores = read_scores(scores, len(texts))
+    scored = time.perf_counter()
+    seconds = {"seconds_rollout": written - start, "seconds_score": scored - written}
+    return queries, responses, texts, scores, seconds
 
 
 def train_one_iteration(trainer, tokenizer, sentiment_pipe):
@@ -201,20 +203,23 @@ def train_one_iteration(trainer, tokenizer, sentiment_pipe):
     config = trainer.config
     openings = [random.choice(config["prompts"]) for _ in range(config["batch_size"])]
     # 2. write and 3. score
-    queries, responses, texts, scores, clock = rollout(trainer, tokenizer, sentiment_pipe, openings)
+    batch = rollout(trainer, tokenizer, sentiment_pipe, openings)
+    queries, responses, texts, scores, seconds = batch
     # 4. learn
+    start = time.perf_counter()
     stats = trainer.step(queries, responses, scores)
-    clock.append(time.perf_counter())
-    row = metrics_row(trainer.iteration, stats, responses, scores, clock)
+    seconds["seconds_update"] = time.perf_counter() - start
+    row = metrics_row(trainer.iteration, stats, responses, scores, seconds)
     return row, texts, scores
 
 
 def main(config):
     """Train; -> summary dict with `before`, `after`, `held_out`, `ceiling` and `run_dir`.
 
-    `config` holds the keys to change, or is a changed copy of the dict above. Raises `ConfigError`,
-    a `ValueError`, for a user's mistake, and `FloatingPointError` if a score, a loss or a gradient
-    is not finite.
+    `config` holds the keys to change, or is a changed copy of the dict above. `ceiling` is what the
+    best policy would reach, see `best_possible` in ppo.py. Raises `ConfigError`, a `ValueError`,
+    for a user's mistake, `FloatingPointError` if a score, a loss or a gradient is not finite, and
+    `SystemExit` after Ctrl-C or another stop signal, once a checkpoint is written.
     """
     prepare_output()
     config = check_config(config)
@@ -231,7 +236,8 @@ def main(config):
     bar = tqdm(range(done + 1, last + 1), initial=done, total=last, disable=None)
     with stop_signals() as received:
         for iteration in bar:
-            # A seed for each, so that a resumed run draws what an uninterrupted one would have.
+            # A seed for each, so that a resumed run draws what an uninterrupted one would have;
+            # even numbers are for training, odd ones for evaluations.
             seed_draws(config["seed"], 2 * iteration)
             row, texts, scores = train_one_iteration(trainer, tokenizer, sentiment_pipe)
             bar.set_postfix(score=f"{row['score_mean']:.3f}", kl=f"{row['kl']:.2f}", refresh=False)
@@ -239,7 +245,8 @@ def main(config):
             due = iteration == last or iteration % config["save_freq"] == 0
             saving = due or bool(received)
             run.save(checkpoint=saving)
-            if received and saving:  # one that came during a save without checkpoint has to wait
+            # A signal that came during a save without a checkpoint waits for the next iteration.
+            if received and saving:
                 say(f"to continue: {run.resume_command}")
                 raise SystemExit(128 + received[0])
 
@@ -256,13 +263,13 @@ class ConfigError(ValueError):
 
 
 @contextmanager
-def one_line(problem, kinds, advice=""):
-    """Turn an error of these kinds into one line: the problem, the reason, the advice."""
+def as_config_error(problem, kinds, advice=""):
+    """Turn an error of these kinds into a `ConfigError`: the problem, the reason, the advice."""
     try:
         yield
     except kinds as error:
         if device_advice(error):
-            raise  # out of memory, say, whatever was being done
+            raise  # it was not the user's config but the device: out of memory, say
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:400].rstrip(".")
         raise ConfigError(f"{problem} ({reason}). {advice}".rstrip()) from error
 
@@ -276,21 +283,20 @@ def prepare_output():
 
 def say(text):
     """Print above the progress bar. A terminal that was closed must not end the run."""
-    with suppress(OSError, RuntimeError):  # the second: a signal came in the middle of a print
+    # RuntimeError: a signal came in the middle of a print, and its handler prints as well.
+    with suppress(OSError, RuntimeError):
         tqdm.write(text)
 
 
 def seed_draws(seed, n):
-    """Seed Python's, numpy's and torch's random numbers for the n-th part of a run.
-
-    Training iteration i is part 2 i, an evaluation after it part 2 i + 1.
-    """
+    """Seed Python's, numpy's and torch's random numbers for the n-th part of a run."""
     set_seed((1_000_000 * seed + n) % 2**32)
 
 
-def metrics_row(iteration, stats, responses, scores, clock):
+def metrics_row(iteration, stats, responses, scores, seconds):
     """One row of metrics.csv: the stats of `PPOTrainer.step`, and what else is known of a batch."""
     n_tokens = sum(len(ids) for ids in responses)
+    total = sum(seconds.values())
     return {
         "iteration": iteration,
         "score_mean": scores.mean().item(),
@@ -300,11 +306,9 @@ def metrics_row(iteration, stats, responses, scores, clock):
         "objective": scores.mean().item() - stats["kl_coef"] * stats["kl"],
         "response_length": n_tokens / len(responses),
         "distinct": len({tuple(ids.tolist()) for ids in responses}) / len(responses),
-        "seconds_rollout": clock[1] - clock[0],
-        "seconds_score": clock[2] - clock[1],
-        "seconds_update": clock[3] - clock[2],
-        "seconds_total": clock[3] - clock[0],
-        "tokens_per_second": n_tokens / (clock[3] - clock[0]),
+        **seconds,
+        "seconds_total": total,
+        "tokens_per_second": n_tokens / total,
     }
 
 
@@ -315,6 +319,7 @@ def evaluate(trainer, tokenizer, sentiment_pipe):
     """Sample `eval_samples` responses to each opening of the pool, and of the held-out ones.
 
     Returns two dicts with keys "pool" and "held_out": summaries, and scores `(openings, samples)`.
+    The objective takes the start value of kl_coef, also where kl_target steers it.
     """
     config = trainer.config
     n, size = config["eval_samples"], config["batch_size"]
@@ -327,6 +332,8 @@ def evaluate(trainer, tokenizer, sentiment_pipe):
         for i in tqdm(range(0, len(todo), size), name, disable=None, leave=False):
             batch = rollout(trainer, tokenizer, sentiment_pipe, todo[i : i + size])
             queries, batch_responses, batch_texts, batch_scores, _ = batch
+            if not torch.isfinite(batch_scores).all():
+                raise FloatingPointError(f"evaluation ({name}): a score is not finite")
             responses += [ids.tolist() for ids in batch_responses]
             texts += batch_texts
             scores += batch_scores.tolist()
@@ -343,8 +350,11 @@ def evaluate(trainer, tokenizer, sentiment_pipe):
 
 
 def summarize(responses, scores, kls, kl_coef, tokenizer):
-    """Means and standard errors: B lists of ids, scores and KLs `(openings, samples)` -> dict."""
-    pairs = []  # of neighbouring tokens
+    """What is printed of an evaluation: a dict of means, some with their standard error.
+
+    `responses` is a list of lists of ids, `scores` and `kls` are `(openings, samples)`.
+    """
+    pairs = []  # of neighbouring tokens; few different ones: the texts repeat themselves
     for ids in responses:
         pairs += zip(ids, ids[1:])
     ended = sum(ids[-1] == tokenizer.eos_token_id for ids in responses)
@@ -415,7 +425,7 @@ class RunFolder:
         new = Path(config["save_dir"], datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f"))
         self.path = Path(config["resume"] or new)
         problem = f"no run folder can be made in save_dir={config['save_dir']!r}"
-        with one_line(problem, (OSError, ValueError)):
+        with as_config_error(problem, (OSError, ValueError)):
             self.path.mkdir(parents=True, exist_ok=bool(config["resume"]))
         self.resume_command = f'python rlhf_sentiment.py "resume={self.path}"'
         shutil.rmtree(self.path / "incomplete", ignore_errors=True)  # where a save was cut short
@@ -445,7 +455,7 @@ class RunFolder:
         self.warn(row)
 
     def warn(self, row):
-        """Say once, in plain words, what looks wrong although the program runs on."""
+        """Warn of what looks wrong although the program runs on; Python shows a warning once."""
         gen_len = self.config["gen_len"]
         if row["distinct"] < 0.1 and gen_len > 4:
             warnings.warn("nearly all responses are alike: raise kl_coef or lower lr")
@@ -453,7 +463,9 @@ class RunFolder:
         if len(recent) < 5:
             return
         if sum(past["kl"] for past in recent) / 5 < -0.5:
-            warnings.warn("KL clearly negative: another policy samples than PPO updates")
+            warnings.warn(
+                "KL clearly negative: the responses come from another policy than PPO updates"
+            )
         all_cut = all(past["response_length"] == gen_len for past in recent)
         if all_cut and gen_len > 4 and self.before["pool"]["ended"] > 0.1:
             warnings.warn("no response ends any more: raise kl_coef")
@@ -464,7 +476,9 @@ class RunFolder:
             "Make room if the disk is full; close the program that holds a file of it open. The "
             f"last checkpoint is whole, and this continues from it: {self.resume_command}"
         )
-        with one_line(f"{self.path} could not be written to", (OSError, SafetensorError), advice):
+        with as_config_error(
+            f"{self.path} could not be written to", (OSError, SafetensorError), advice
+        ):
             with open(self.path / "metrics.csv", "w", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, self.rows[0])
                 writer.writeheader()
@@ -477,8 +491,12 @@ class RunFolder:
 
     def checkpoints(self):
         """The complete checkpoints, oldest first; checkpoint-9-best is the user's own."""
-        found = [path for path in self.path.glob("checkpoint-*") if path.name[11:].isdigit()]
-        return sorted(found, key=lambda path: int(path.name[11:]))
+        found = {}
+        for path in self.path.glob("checkpoint-*"):
+            number = path.name.removeprefix("checkpoint-")
+            if number.isdigit():
+                found[int(number)] = path
+        return [found[number] for number in sorted(found)]
 
     def save_checkpoint(self):
         """Write everything under a temporary name, then rename; keep the newest two."""
@@ -506,14 +524,17 @@ class RunFolder:
         (self.path / "evaluation.json").unlink(missing_ok=True)
         incomplete.rename(self.path / f"checkpoint-{trainer.iteration}")
         for old in self.checkpoints()[:-2]:
-            shutil.rmtree(old.rename(incomplete))  # half deleted it must not look complete
+            old.rename(incomplete)  # half deleted, it must not look complete
+            shutil.rmtree(incomplete)
 
     def restore(self, checkpoint):
         """Put trainer and logs back to `checkpoint`.
 
         The reference stays the original model: else the KL penalty would pull to the checkpoint.
         """
-        with one_line(f"{checkpoint} is damaged, delete it to resume from before it", Exception):
+        with as_config_error(
+            f"{checkpoint} is damaged, delete it to resume from before it", Exception
+        ):
             file = checkpoint / "trainer_state.pt"
             state = torch.load(file, map_location="cpu", weights_only=True)
             self.trainer.model.load_state_dict(load_gpt2(checkpoint)[0].state_dict())
@@ -579,7 +600,7 @@ STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.
 
 @contextmanager
 def stop_signals():
-    """-> list to which the first signal adds its number; a second one acts as it always does."""
+    """-> list to which a signal adds its number; the same signal again acts as it always does."""
     received, previous = [], {}
 
     def note(number, frame):
@@ -605,22 +626,24 @@ def check_config(given):
     """-> the complete config: what was given, over the start values or those of a run to resume."""
     for key in given:
         if key not in config:
-            near = difflib.get_close_matches(str(key).lower(), config, 1) or config
-            raise ConfigError(f"unknown config key {key!r}; known is: {', '.join(near)}")
+            near = difflib.get_close_matches(str(key).lower(), config, 1)
+            right = f"did you mean {near[0]}?" if near else f"known are {', '.join(config)}"
+            raise ConfigError(f"unknown config key {key!r}; {right}")
     full = config | given
     check_values(full)
-    if given.keys() == config.keys():  # a changed copy of the dict: given is what differs from it
-        given = {key: value for key, value in given.items() if value != config[key]}
     for key in ("model_name", "reward_model_name", "save_dir", "resume"):
         if full[key]:
-            full[key] = os.path.expanduser(full[key])  # no shell does that behind key=
-    given = {key: full[key] for key in given}
+            full[key] = os.path.expanduser(full[key])  # ~ is home; no shell does that behind key=
+    if given.keys() == config.keys():  # a changed copy of the dict: given is what differs from it
+        given = {key: value for key, value in given.items() if value != config[key]}
     if full["resume"]:
-        full = stored_config(Path(full["resume"]), given) | given | {"resume": full["resume"]}
+        changes = {key: full[key] for key in given}
+        full = stored_config(Path(full["resume"]), changes) | changes | {"resume": full["resume"]}
     elif full["offline"]:
         for key in ("model_name", "reward_model_name"):
             if key in given:
                 raise ConfigError(f"offline=True brings its own models: leave out {key}")
+    # A shorter horizon: one batch would change kl_coef by more than the 20% that Ziegler allow.
     steers = full["kl_coef"] > 0 and full["kl_horizon"] > full["batch_size"]
     if full["kl_target"] is not None and not steers:
         raise ConfigError("kl_target needs a kl_coef above 0 and a kl_horizon above batch_size")
@@ -638,12 +661,12 @@ def check_values(values):
     def is_whole(x, low):
         return type(x) is int and low <= x < 2**32
 
-    def is_number(x):  # neither a bool, nor nan, nor what float32 cannot hold
+    def is_number(x):  # no bool, no nan, and so far from float32's limits that products fit too
         return type(x) in (int, float) and (x == 0 or 1e-30 < abs(x) < 1e18)
 
     counts = ("iterations", "batch_size", "gen_len", "ppo_epochs", "minibatch_size")
     for key in (*counts, "save_freq", "eval_samples"):
-        check(key, is_whole(values[key], 1), "a whole number, at least 1")
+        check(key, is_whole(values[key], 1), "a whole number, at least 1 and below 2**32")
     for key in ("explain", "seed"):
         check(key, is_whole(values[key], 0), "a whole number, 0 to 2**32-1")
     for key in ("kl_coef", "vf_coef"):
@@ -717,7 +740,7 @@ def pick_device(name):
 
 def build_stand_ins():
     """Train the two offline models, or find them in their cache -> their folders."""
-    # By its path, since another package called `tests` may come earlier on Python's own.
+    # Imported by its path: Python may know another package called `tests`.
     path = Path(__file__).parent / "tests" / "tiny_models.py"
     spec = importlib.util.spec_from_file_location("tiny_models", path)
     tiny_models = importlib.util.module_from_spec(spec)
@@ -727,21 +750,24 @@ def build_stand_ins():
 
 @contextmanager
 def loading(key, name):
-    """A context to load a model in: quiet, and errors become one line with three ways out."""
+    """A context to load a model in: an error becomes one line with three ways out.
+
+    From here on the libraries stay quiet: their warnings are about what is dealt with here, as the
+    new value head, ids outside the vocabulary, or a hub that does not answer.
+    """
     say(f"loading {name}")
-    # Silence warnings of what is dealt with here: a new value head, odd ids, a silent hub.
     for library in ("transformers", "huggingface_hub"):
-        logging.get_logger(library).setLevel("ERROR")
+        hf_logging.get_logger(library).setLevel("ERROR")
     from_hub = not os.path.isdir(name)
-    logging.disable_progress_bar()
+    hf_logging.disable_progress_bar()
     if from_hub and sys.stderr.isatty():
-        logging.enable_progress_bar()  # somebody may be waiting for a download
+        hf_logging.enable_progress_bar()  # somebody may be waiting for a download
     advice = (
         "Three ways out: name a local folder that holds the model; set HF_ENDPOINT to a mirror in "
         "the shell; or train small models with offline=True"
     )
     where = " (no local folder)" if from_hub else ""
-    with one_line(f"{key}={name!r}{where} cannot be used", Exception, advice):
+    with as_config_error(f"{key}={name!r}{where} cannot be used", Exception, advice):
         yield
 
 
@@ -751,7 +777,8 @@ def check_prompts(config, tokenizer, n_positions, key):
     openings = config["prompts"] + config["held_out_prompts"]
     for opening in sorted(openings, key=len, reverse=True):  # the longest has the least room
         ids = tokenizer(opening, add_special_tokens=False)["input_ids"]
-        unknown = sum(token in tokenizer.all_special_ids for token in ids)  # or "[SEP]", say
+        # [UNK], or one that the opening spells out, as "[SEP]"
+        unknown = sum(token in tokenizer.all_special_ids for token in ids)
         note = f"prompt {opening!r}: {unknown} of its {len(ids)} tokens are unknown to {key}"
         if 2 * unknown >= len(ids):  # an empty one has no tokens at all
             raise ConfigError(f"{note}; it should be a text that the model can read")
@@ -814,7 +841,7 @@ def device_advice(error):
     text = f"{type(error).__name__}: {error}".lower()
     signs = ("out of memory", "memoryerror", "alloc_failed", "allocate memory", "enough memory")
     if any(sign in text for sign in signs):
-        return "out of memory; lower minibatch_size, then batch_size (a resumed run may too)"
+        return "out of memory; lower minibatch_size, then batch_size (also with resume=)"
     if "no kernel image" in text:
         return "this build of torch does not serve this GPU; use device=cpu or another build"
     return ""

@@ -14,7 +14,8 @@ from tests.helpers import run, script
 
 BAD_CONFIGS = [
     ({"learning_rat": 1}, "learning_rat"),
-    ({"iteration": 1}, "iteration.*iterations"),
+    ({"iteration": 1}, "'iteration'; did you mean iterations"),
+    ({"zzz": 1}, "'zzz'; known are model_name, .*, explain$"),
     ({"iterations": 0}, "iterations=0.*whole number"),
     ({"iterations": 1.5}, "iterations=1.5.*whole number"),
     ({"iterations": "ten"}, "iterations='ten'.*whole number"),
@@ -25,8 +26,8 @@ BAD_CONFIGS = [
     ({"lr": "1e-5x"}, "lr='1e-5x'.*number"),
     ({"lr": 1e30}, r"lr=1e\+30.*0 to 1"),
     ({"value_lr": 2}, "value_lr=2.*0 to 1"),
-    ({"LR": 1}, "'LR'; known is: lr$"),
-    ({"minibatch_size": 10**19}, "minibatch_size=10+: .*whole number"),
+    ({"LR": 1}, "'LR'; did you mean lr\\?$"),
+    ({"minibatch_size": 10**19}, "minibatch_size=10+: .*below 2..32"),
     ({"kl_coef": None}, "kl_coef=None.*number"),
     ({"kl_coef": 1e-310}, "kl_coef=1e-310.*number"),
     ({"vf_coef": 10**29}, "vf_coef=10+: .*number"),
@@ -207,7 +208,9 @@ def test_as_a_script_a_mistake_is_one_line_on_stderr_and_exit_code_1():
     process = script("iterations=many")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
-    assert err == "error: iterations='many': it should be a whole number, at least 1\n"
+    assert (
+        err == "error: iterations='many': it should be a whole number, at least 1 and below 2**32\n"
+    )
 
 
 # ------------------------------------------------------------------------- errors of the device

@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_value_head import GPT2HeadWithValueModel
-from ppo import PPOTrainer, masked_whiten, mixed_precision, sequence_kl
+from ppo import PPOTrainer, masked_whiten, mixed_precision, read_scores, sequence_kl
 
 QUERIES = [torch.tensor([2, 8, 9, 10]), torch.tensor([2, 11]), torch.tensor([2, 12, 13])]
 RESPONSES = [torch.tensor([14, 15, 3]), torch.tensor([16]), torch.tensor([17, 18, 19, 20, 21])]
@@ -248,18 +248,18 @@ def test_a_token_is_called_clipped_where_its_gradient_has_stopped(trainer, loade
 # ------------------------------------------------------------- what keeps the numbers what they are
 
 
-def test_scores_may_be_any_numbers_but_there_must_be_one_for_each_response(trainer):
+def test_scores_may_be_any_numbers_but_there_must_be_one_for_each_response():
     for scores in ([1, 0], [True, False], torch.tensor([[1.0], [0.0]]), (1.0, 0.0)):
-        read = trainer.read_scores(scores, 2)
+        read = read_scores(scores, 2)
         assert read.dtype == torch.float32 and read.tolist() == [1.0, 0.0]
     for scores, came in (
-        ([1.0], "got 1"),
-        ([10**400] * 2, "got 0"),
-        (["good", "bad"], "got 0"),
-        (None, "got 0, in None"),
+        ([1.0], "got 1: "),
+        ([10**400] * 2, "got what is no list of numbers: "),
+        (["good", "bad"], "got what is no list of numbers: .'good', 'bad'"),
+        (None, "got what is no list of numbers: None"),
     ):
         with pytest.raises(ValueError, match=f"needed are 2 numbers.*{came}"):
-            trainer.read_scores(scores, 2)
+            read_scores(scores, 2)
 
 
 def test_a_step_beyond_the_last_is_warned_of(trainer):

@@ -66,7 +66,7 @@ def test_padding_changes_neither_logits_nor_values(loaded, side):
     assert torch.allclose(padded_values[:, real], values, atol=1e-5)
 
 
-def test_positions_are_a_slice_of_the_full_result(loaded):
+def test_columns_are_a_slice_of_the_full_result(loaded):
     model = loaded[0]
     logits, values = model.logits_and_values(IDS, torch.ones_like(IDS))
     some_logits, some_values = model.logits_and_values(IDS, torch.ones_like(IDS), slice(1, 3))
