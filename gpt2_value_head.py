@@ -18,8 +18,8 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, GPT2LMHeadModel
 
 # Sampling from the policy itself. `generate` defaults to top_k=50, and then the tokens would come
-# from another distribution than the one whose log-probs PPO computes. What is estimated from them
-# is then not the KL divergence: it can even become negative.
+# from another distribution than the one whose log-probs PPO computes. A KL that is estimated from
+# them is biased: it can be negative even on average.
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
@@ -46,9 +46,9 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
     """`GPT2LMHeadModel` plus `v_head`.
 
     `from_pretrained` of a plain GPT-2 checkpoint leaves `v_head` at zero. What `save_pretrained`
-    writes can be loaded with the head, or as a plain GPT-2 without it. `forward` is
-    inherited, and with it `generate`: a departure from the article, whose forward also returns
-    values and therefore cannot generate without a wrapper.
+    writes can be loaded with the head, or as a plain GPT-2 without it. `forward` is inherited, and
+    with it `generate`: a departure from the article, whose forward also returns values and
+    therefore cannot generate without a wrapper.
     """
 
     def __init__(self, config):
@@ -67,8 +67,8 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
         """Next-token logits and values, `(B, T, V)` and `(B, T)`, for rows padded on either side.
 
         `input_ids` and `attention_mask` are `(B, T)`, V is the size of the vocabulary. `columns`,
-        a slice, limits the result to those of the T: the logits are by far the largest tensor here
-        (V is 21,128 for the hub model).
+        a slice, selects which of the T columns to compute: the logits are by far the largest tensor
+        here (V is 21,128 for the hub model).
         """
         # Positions count real tokens only. A bare forward counts the pads as well, and a
         # left-padded row would then score other log-probs than those it was sampled with.
@@ -164,8 +164,9 @@ def load_checked(model_class, name, tokenizer, spare_rows=0, **options):
     """`model_class.from_pretrained(name)` in eval mode, with weights that can be relied on.
 
     Raises `ValueError` unless all weights were found, are finite and fit the tokenizer.
-    The embedding needs a row for each entry of the tokenizer and may have `spare_rows` more. (A
-    tokenizer that found no vocabulary file loads without complaint, with 5 entries.)
+    The embedding needs a row for each entry of the tokenizer and may have `spare_rows` more: none
+    in a GPT-2, which could sample them. (A tokenizer that found no vocabulary file loads without
+    complaint, with 5 entries.)
     """
     # In float32 whatever the file holds, because updates of 1e-5 vanish in half precision; and with
     # a report on what is missing or has another shape.
@@ -174,7 +175,7 @@ def load_checked(model_class, name, tokenizer, spare_rows=0, **options):
     entries, rows = len(tokenizer), model.config.vocab_size
     if not entries <= rows <= entries + spare_rows:
         raise ValueError(
-            f"the tokenizer has {entries} entries, the model {rows}: they do not belong together"
+            f"the tokenizer has {entries} entries, the model {rows} rows; they should match"
         )
     wrong = sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])
     wrong = [key for key in wrong if "v_head" not in key]  # a plain GPT-2 has no value head

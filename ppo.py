@@ -17,10 +17,10 @@ corrects for that while the two are close. So PPO stops pushing a token once its
 
 Shapes: B responses in a batch, Q the longest query, R the longest response, V the vocabulary.
 Words:  `old_` is the policy that wrote the responses, before this iteration's update; `ref_` is the
-frozen reference model; no prefix is the policy as it is now, in the middle of the update. (The
-`values` and `entropy` of a batch are old, too.)
-`mask` is (B, R), 1 on the real tokens of a response and 0 on its padding, where any number may
-stand.
+frozen reference model; no prefix is the policy as it is now, in the middle of the update. (Old ones
+without prefix: `values` and `entropy` in a batch, `logprobs` in `compute_rewards`.) `mask` is
+(B, R), 1 on the real tokens of a response and 0 on its padding, where the other tensors may hold
+anything finite.
 
 Three numbers are called a KL divergence, all in nats:
     token KL     old_logprob - ref_logprob of one token: what the KL penalty is made of
@@ -70,8 +70,9 @@ def masked_variance(x, mask):
 def masked_whiten(x, mask):
     """Shift and scale `x` to mean 0 and variance 1 over the real tokens; 0 on the padding.
 
-    A departure from the article, which uses the advantages as they are: whitened, they leave the
-    step size to the learning rate, whatever the units of the score.
+    A departure from the article, which uses the advantages as they are. To shift all of them alike
+    does not change the gradient on average; to scale them keeps its size the same, whatever the
+    units of the score.
     """
     scale = torch.rsqrt(masked_variance(x, mask) + 1e-8)
     return ((x - masked_mean(x, mask)) * scale).masked_fill(mask == 0, 0)
@@ -82,11 +83,11 @@ def compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
     Ziegler eq. 2, spread over the tokens:
 
-        r_t = -kl_coef * (log pi(y_t) - log pi_ref(y_t))  + score if t is the last real token
+        r_t = -kl_coef * (log pi_old(y_t) - log pi_ref(y_t))  + score if t is the last real token
 
-    scores `(B,)`, the others `(B, R)` -> `(B, R)`; `logprobs` are the old ones. A text is scored
-    only as a whole, so the score falls on its last real token (which need not be the last column),
-    and GAE hands it back to the earlier ones. The article's text shows no KL penalty (its source
+    scores `(B,)`, the others `(B, R)` -> `(B, R)`. A text is scored only as a whole, so the score
+    falls on its last real token (which need not be the last column), and GAE hands it back to the
+    earlier ones. The article's text shows no KL penalty (its source
     code has one), and its `rewards` are the `scores` of this program.
     """
     token_kl = logprobs - ref_logprobs
@@ -104,7 +105,7 @@ def compute_advantages(rewards, values, mask, gamma, lam):
         advantage_t = delta_t + gamma * lam * advantage_{t+1}
         return_t    = advantage_t + value_t                  what the value head is trained towards
 
-    Neither is whitened: returns must stay in units of reward.
+    Not whitened here: returns must stay in units of reward.
     """
     rewards = rewards.masked_fill(mask == 0, 0)
     values = values.masked_fill(mask == 0, 0)
@@ -138,8 +139,8 @@ def ppo_loss(logprobs, values, old_logprobs, advantages, returns, mask, cliprang
     small. That is as it should be: its gradient is not 0.
 
     Returns `(loss, stats)`; stats are detached scalars: both losses, `clipfrac` (share of tokens
-    with |ratio - 1| > cliprange, on either side of the clip) and `approx_kl` = mean of (ratio - 1 -
-    log ratio), an estimate of KL(old || now) that is never negative.
+    with |ratio - 1| > cliprange, whether or not their gradient is clipped) and `approx_kl` = mean
+    of (ratio - 1 - log ratio), an estimate of KL(old || now) that is never negative.
     """
     log_ratio = (logprobs - old_logprobs).masked_fill(mask == 0, 0)
     ratio = torch.exp(log_ratio)
@@ -228,8 +229,8 @@ def collate(queries, responses):
     def pad(rows, side):
         return pad_sequence(rows, batch_first=True, padding_side=side)
 
-    # Padded with 0, where any number would do. Masks come from lengths and never from ids: a
-    # policy may well sample the pad token.
+    # Padded with 0; any id would do. Masks come from lengths and never from ids: a policy may well
+    # sample the pad token.
     labels = pad(responses, "right")  # (B, R)
     mask = pad([torch.ones_like(row) for row in responses], "right")
     query_mask = pad([torch.ones_like(row) for row in queries], "left")  # (B, Q)
@@ -413,7 +414,7 @@ class PPOTrainer:
         grad_norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self.config["max_grad_norm"]
         )
-        # One check for both: each has to wait until the GPU is done.
+        # One check for both, since a check waits until the GPU is done.
         if not (torch.isfinite(loss) & torch.isfinite(grad_norm)):
             raise FloatingPointError(
                 f"iteration {self.iteration + 1}: loss {loss.item()}, gradient norm "

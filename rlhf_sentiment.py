@@ -46,7 +46,7 @@ from transformers import logging as hf_logging
 from gpt2_value_head import SAMPLING, load_checked, load_gpt2
 from ppo import PPOTrainer, best_possible, mixed_precision, read_scores, sequence_kl
 
-# The start values. `main` gets what changes; the other functions get the complete config of a run.
+# The dials and their start values. `main` gets those that change, all other functions all of them.
 config = {
     # which models: names on the hub, or local folders
     "model_name": "uer/gpt2-chinese-cluecorpussmall",  # the GPT-2 that learns
@@ -69,7 +69,7 @@ config = {
     "iterations": 157,  # batches of fresh responses (rollouts); the learning rate falls to 0
     "batch_size": 128,  # responses in each; more: steadier gradients, slower iterations
     "gen_len": 16,  # a response ends here; more: harder to tell which token earned the score
-    # From here to "PPO's own": the words of PPO are explained at the top of ppo.py.
+    # The words from here through "PPO's own" are explained at the top of ppo.py.
     # the update
     "ppo_epochs": 2,  # passes over each batch; more: learns faster per sample, may overshoot
     "minibatch_size": 64,  # responses per optimizer step; smaller: less memory, noisier steps
@@ -78,8 +78,8 @@ config = {
     "max_grad_norm": 1.0,  # longer gradients are shortened to this
     # the penalty on the KL divergence from the original model
     "kl_coef": 0.05,  # what a nat (a unit of KL) costs, in units of score; 0: no penalty
-    "kl_target": None,  # the KL, in nats per response, to hold by adjusting kl_coef; None: fixed
-    "kl_horizon": 10000,  # responses over which that steering acts; smaller: acts faster
+    "kl_target": None,  # a KL, in nats per response, to steer towards by kl_coef; None: fixed
+    "kl_horizon": 10000,  # responses in which kl_coef moves by 20% at most; smaller: faster
     # PPO's own
     "gamma": 1.0,  # discount per token; below 1 the score at the end fades for early tokens
     "lam": 1.0,  # GAE: 1 trusts the sampled rewards, 0 the critic (the article's code: 0.95)
@@ -140,7 +140,7 @@ def generate_responses(model, tokenizer, queries, gen_len, do_sample=True):
     last token; the article generates prompt by prompt.
     """
     batch = tokenizer.pad({"input_ids": queries}, padding_side="left", return_tensors="pt")
-    # Said here as well, for a model that load_gpt2 did not load.
+    # load_gpt2 sets these too; repeated for a model that was loaded otherwise.
     how = SAMPLING if do_sample else {"do_sample": False}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     output = model.generate(**batch.to(model.device), max_new_tokens=gen_len, **how, **ends)
@@ -164,7 +164,7 @@ def decode_responses(tokenizer, responses):
 def score_texts(sentiment_pipe, texts, reward_label):
     """-> FloatTensor (B,): P(the one label that starts with `reward_label`, case ignored).
 
-    The place for a reward of your own: any function of B texts that gives B numbers.
+    The place for a reward of your own: the same arguments, B numbers back.
     """
     label = find_label(sentiment_pipe, reward_label)
     longest = longest_text(sentiment_pipe)
@@ -190,7 +190,7 @@ def rollout(trainer, tokenizer, sentiment_pipe, openings):
         texts = [opening + text for opening, text in zip(openings, continuations)]
         written = time.perf_counter()
         scores = score_texts(sentiment_pipe, texts, config["reward_label"])
-    with as_config_error("score_texts", ValueError):  # a reward of yours may give a wrong number
+    with as_config_error("score_texts", ValueError):  # a reward of yours may not give B numbers
         scores = read_scores(scores, len(texts))
     scored = time.perf_counter()
     seconds = {"seconds_rollout": written - start, "seconds_score": scored - written}
@@ -203,8 +203,8 @@ def train_one_iteration(trainer, tokenizer, sentiment_pipe):
     config = trainer.config
     openings = [random.choice(config["prompts"]) for _ in range(config["batch_size"])]
     # 2. write and 3. score
-    batch = rollout(trainer, tokenizer, sentiment_pipe, openings)
-    queries, responses, texts, scores, seconds = batch
+    result = rollout(trainer, tokenizer, sentiment_pipe, openings)
+    queries, responses, texts, scores, seconds = result
     # 4. learn
     start = time.perf_counter()
     stats = trainer.step(queries, responses, scores)
@@ -245,7 +245,7 @@ def main(config):
             due = iteration == last or iteration % config["save_freq"] == 0
             saving = due or bool(received)
             run.save(checkpoint=saving)
-            if received and saving:  # one that came during a save without checkpoint waits
+            if received and saving:  # not saving: it came only just now, the next iteration obeys
                 say(f"to continue: {run.resume_command}")
                 raise SystemExit(128 + received[0])
 
@@ -318,7 +318,7 @@ def evaluate(trainer, tokenizer, sentiment_pipe):
     """Sample `eval_samples` responses to each of `prompts`, the pool, and of `held_out_prompts`.
 
     Returns two dicts with keys "pool" and "held_out": summaries, and scores `(openings, samples)`.
-    The objective takes the start value of kl_coef, also where kl_target steers it.
+    The objective takes kl_coef from the config, also where kl_target has moved it since.
     """
     config = trainer.config
     n, size = config["eval_samples"], config["batch_size"]
@@ -329,8 +329,8 @@ def evaluate(trainer, tokenizer, sentiment_pipe):
         responses, texts, scores, kls = [], [], [], []
         start = time.perf_counter()
         for i in tqdm(range(0, len(todo), size), name, disable=None, leave=False):
-            batch = rollout(trainer, tokenizer, sentiment_pipe, todo[i : i + size])
-            queries, batch_responses, batch_texts, batch_scores, _ = batch
+            result = rollout(trainer, tokenizer, sentiment_pipe, todo[i : i + size])
+            queries, batch_responses, batch_texts, batch_scores, _ = result
             if not torch.isfinite(batch_scores).all():
                 raise FloatingPointError(f"evaluation ({name}): a score is not finite")
             responses += [ids.tolist() for ids in batch_responses]
@@ -771,7 +771,8 @@ def loading(key, name):
 def check_prompts(config, tokenizer, n_positions, key):
     """Every opening must be a text that the model of `key` can read, with room for a response."""
     gen_len = config["gen_len"]
-    for opening in config["prompts"] + config["held_out_prompts"]:
+    openings = config["prompts"] + config["held_out_prompts"]
+    for opening in sorted(openings, key=len, reverse=True):  # the longest says what fits all
         ids = tokenizer(opening, add_special_tokens=False)["input_ids"]
         # [UNK], or one that the opening spells out, as "[SEP]"
         unknown = sum(token in tokenizer.all_special_ids for token in ids)
@@ -792,8 +793,9 @@ def load_reward_model(name, device):
     # Its embedding is often padded to a round number of rows.
     classifier = load_checked(AutoModelForSequenceClassification, name, tokenizer, spare_rows=128)
     sentiment_pipe = pipeline("sentiment-analysis", classifier, tokenizer=tokenizer, device=device)
-    # A trial: some tokenizers cannot pad, some models need more than token ids.
-    sentiment_pipe(["one", "two texts"], top_k=None, truncation=True, max_length=8, batch_size=64)
+    # A trial: some tokenizers cannot pad, some models need more than token ids or know no limit.
+    how = {"top_k": None, "truncation": True, "max_length": longest_text(sentiment_pipe)}
+    sentiment_pipe(["one", "two texts"], batch_size=64, **how)
     return sentiment_pipe
 
 

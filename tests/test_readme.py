@@ -84,7 +84,12 @@ def test_the_token_table_adds_up():
         expected = low["whitened"] + scale * (row["advantages"] - low["advantages"])
         tolerance = rounding * (2 + 2 * scale)
         assert scale > 0 and row["whitened"] == pytest.approx(expected, abs=tolerance)
-    assert any(abs(row["ratio"] - 1) > 0.01 for row in rows)  # early enough for ratios to move
+    # "(clipped)": the ratio has moved by more than cliprange, the way the advantage pulls
+    for line, row in zip(lines, rows):
+        change = row["ratio"] - 1
+        far = abs(change) > rlhf_sentiment.config["cliprange"] and change * row["whitened"] > 0
+        assert far == line.endswith("(clipped)")
+    assert sum(line.endswith("(clipped)") for line in lines) == 1
 
 
 def test_the_share_in_the_report_follows_from_its_rows():
