@@ -2,8 +2,8 @@
 
 PPO needs two numbers at every token of a response: how likely the token was (the language model
 head, already there) and how much reward is still to come (the value head, added here). Both read
-the same hidden states, so that one forward pass gives both. The two classes below are the lesson;
-the rest is loading, and saving so that other programs can read it.
+the same hidden states, so that one forward pass gives both. The lesson is `ValueHead` and
+`GPT2HeadWithValueModel`; the rest is loading, and saving so that other programs can read it.
 """
 
 import shutil
@@ -27,14 +27,13 @@ class ValueHead(nn.Module):
     """One linear layer from a hidden state to one number, the expected sum of rewards to come.
 
     It starts at zero: before it has learned anything, every state is worth the same (and with gamma
-    and lam 1 the first advantages, see ppo.py, are the sums of the rewards to come). It has no
-    dropout: the value that is read and the value that is trained must be the same function.
+    and lam 1 the first advantages, see ppo.py, are the sums of the rewards to come).
     """
 
     def __init__(self, config):
         super().__init__()
         self.summary = nn.Linear(config.hidden_size, 1)  # the article's name for it
-        nn.init.zeros_(self.summary.weight)
+        nn.init.zeros_(self.summary.weight)  # and in a model again, see _init_weights
         nn.init.zeros_(self.summary.bias)
 
     def forward(self, hidden_states):

@@ -58,7 +58,7 @@ def entropy_from_logits(logits):
 
 def masked_mean(x, mask):
     """Mean of `x` over the cells where `mask` is 1, a scalar."""
-    # masked_fill and not `x * mask`: infinity times zero is nan
+    # not `x * mask`: on padding `x` may overflow, and infinity times zero is nan
     return x.masked_fill(mask == 0, 0).sum() / mask.sum()
 
 
@@ -87,8 +87,8 @@ def compute_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
     scores `(B,)`, the others `(B, R)` -> `(B, R)`. A text is scored only as a whole, so the score
     falls on its last real token (which need not be the last column), and GAE hands it back to the
-    earlier ones. The article's text shows no KL penalty (its source
-    code has one), and its `rewards` are the `scores` of this program.
+    earlier ones. The article's text shows no KL penalty (its source code has one), and its
+    `rewards` are the `scores` of this program.
     """
     token_kl = logprobs - ref_logprobs
     column = torch.arange(mask.shape[1], device=mask.device)
@@ -324,8 +324,8 @@ class PPOTrainer:
         batch["advantages"], batch["returns"] = compute_advantages(
             batch["rewards"], batch["values"], mask, self.config["gamma"], self.config["lam"]
         )
-        # Whitened once, over the whole batch: over one response it would erase whether that
-        # response was good, and in each minibatch the same advantage would weigh differently.
+        # Once, over the whole batch. To whiten each response alone would erase which one was good,
+        # to whiten each minibatch would weigh the same advantage differently.
         batch["whitened"] = masked_whiten(batch["advantages"], mask)
         self.last_batch = batch
 
@@ -362,9 +362,9 @@ class PPOTrainer:
 
         Returns the dict of `collate` with `old_logprobs`, `ref_logprobs`, `values` and `entropy`
         (of the policy's whole next-token distribution, in nats). Both models read the text that
-        the policy wrote: how likely would each have made these very tokens? The difference is
-        the token KL. The rollout's own log-probs will not do: computed in other batch shapes,
-        they differ in the last digits, and the ratio must be 1 before the first optimizer step.
+        the policy wrote: how likely would each have made these very tokens? The difference is the
+        token KL. The rollout's own log-probs will not do: made token by token with a cache, they
+        differ in the last digits, and the ratio has to start at 1.
         """
         # Here and in `update` without dropout: it would move the ratio without any learning.
         self.model.eval()
@@ -427,23 +427,24 @@ class PPOTrainer:
     def explain(self, tokenizer):
         """The first response of the last step as a table, a row per token, for the curious.
 
-        `values` is what the critic expected before
-        the token was chosen, `ratio` how much likelier the update has made the token; "(clipped)"
-        is a token that has moved so far the way its advantage pulls that its gradient is 0.
+        `values` is what the critic expected before the token was chosen, `ratio` how much likelier
+        the update has made the token; "(clipped)" is a token that has moved so far the way its
+        advantage pulls that its gradient is 0.
         """
-        row = {name: tensor[:1] for name, tensor in self.last_batch.items()}
-        row["token_kl"] = row["old_logprobs"] - row["ref_logprobs"]
-        logprobs, _, _ = self.forward(self.model, row)
-        row["ratio"] = (logprobs - row["old_logprobs"]).exp()
+        first = {name: tensor[:1] for name, tensor in self.last_batch.items()}
+        first["token_kl"] = first["old_logprobs"] - first["ref_logprobs"]
+        logprobs, _, _ = self.forward(self.model, first)
+        first["ratio"] = (logprobs - first["old_logprobs"]).exp()
         columns = ("old_logprobs", "ref_logprobs", "token_kl", "rewards", "values")
         columns += ("advantages", "returns", "whitened", "ratio")
         lines = ["".join(f"{name:>{len(name) + 2}}" for name in columns) + "  token"]
-        ids = row["labels"][0].tolist()[: int(row["mask"].sum().item())]
+        ids = first["labels"][0].tolist()[: int(first["mask"].sum().item())]
         for t, token in enumerate(tokenizer.convert_ids_to_tokens(ids)):
-            numbers = (f"{row[name][0, t].item():{len(name) + 2}.3f}" for name in columns)
+            numbers = (f"{first[name][0, t].item():{len(name) + 2}.3f}" for name in columns)
             lines.append("".join(numbers) + f"  {token}")
-            change = row["ratio"][0, t].item() - 1
-            if abs(change) > self.config["cliprange"] and change * row["whitened"][0, t].item() > 0:
+            change = first["ratio"][0, t].item() - 1
+            advantage = first["whitened"][0, t].item()
+            if abs(change) > self.config["cliprange"] and change * advantage > 0:
                 lines[-1] += "  (clipped)"
         return "\n".join(lines)
 

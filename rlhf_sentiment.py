@@ -46,7 +46,7 @@ from transformers import logging as hf_logging
 from gpt2_value_head import SAMPLING, load_checked, load_gpt2
 from ppo import PPOTrainer, best_possible, mixed_precision, read_scores, sequence_kl
 
-# The dials and their start values. `main` gets those that change, all other functions all of them.
+# The dials. Pass `main` only those that you change; the other functions get the complete config.
 config = {
     # which models: names on the hub, or local folders
     "model_name": "uer/gpt2-chinese-cluecorpussmall",  # the GPT-2 that learns
@@ -67,9 +67,9 @@ config = {
     ],
     # how much: iterations x batch_size responses, about 20,000
     "iterations": 157,  # batches of fresh responses (rollouts); the learning rate falls to 0
-    "batch_size": 128,  # responses in each; more: steadier gradients, slower iterations
+    "batch_size": 128,  # responses in each; more: more optimizer steps in each, too; slower
     "gen_len": 16,  # a response ends here; more: harder to tell which token earned the score
-    # The words from here through "PPO's own" are explained at the top of ppo.py.
+    # Most words from here through "PPO's own" are explained in ppo.py, mainly at its top.
     # the update
     "ppo_epochs": 2,  # passes over each batch; more: learns faster per sample, may overshoot
     "minibatch_size": 64,  # responses per optimizer step; smaller: less memory, noisier steps
@@ -79,7 +79,7 @@ config = {
     # the penalty on the KL divergence from the original model
     "kl_coef": 0.05,  # what a nat (a unit of KL) costs, in units of score; 0: no penalty
     "kl_target": None,  # a KL, in nats per response, to steer towards by kl_coef; None: fixed
-    "kl_horizon": 10000,  # responses in which kl_coef moves by 20% at most; smaller: faster
+    "kl_horizon": 10000,  # responses in which kl_coef moves by about 20% at most; smaller: faster
     # PPO's own
     "gamma": 1.0,  # discount per token; below 1 the score at the end fades for early tokens
     "lam": 1.0,  # GAE: 1 trusts the sampled rewards, 0 the critic (the article's code: 0.95)
@@ -187,10 +187,10 @@ def rollout(trainer, tokenizer, sentiment_pipe, openings):
         responses = generate_responses(trainer.model, tokenizer, queries, config["gen_len"])
         continuations = decode_responses(tokenizer, responses)
         # Scored and logged is what a person would read, with the opening as it was written.
-        texts = [opening + text for opening, text in zip(openings, continuations)]
+        texts = [opening + continuation for opening, continuation in zip(openings, continuations)]
         written = time.perf_counter()
         scores = score_texts(sentiment_pipe, texts, config["reward_label"])
-    with as_config_error("score_texts", ValueError):  # a reward of yours may not give B numbers
+    with as_config_error("score_texts", ValueError):  # your own reward might not give B numbers
         scores = read_scores(scores, len(texts))
     scored = time.perf_counter()
     seconds = {"seconds_rollout": written - start, "seconds_score": scored - written}
@@ -219,13 +219,14 @@ def main(config):
     `config` holds the keys to change, or is a changed copy of the dict above. `ceiling` is what the
     best policy would reach, see `best_possible` in ppo.py. Raises `ConfigError`, a `ValueError`,
     for a user's mistake, `FloatingPointError` if a score, a loss or a gradient is not finite, and
-    `SystemExit` after Ctrl-C or another stop signal, once a checkpoint is written.
+    `SystemExit` after Ctrl-C or another stop signal in training, once a checkpoint is written.
     """
     prepare_output()
     config = check_config(config)
     model, ref_model, tokenizer, sentiment_pipe = load_models(config)
     trainer = PPOTrainer(model, ref_model, config)
     run = RunFolder(config, trainer, tokenizer)  # with `resume`: back at the newest checkpoint
+    # The model before training: its evaluation, and its scores, from which the ceiling follows.
     if run.before is None:
         run.before, run.reference_scores = evaluate(trainer, tokenizer, sentiment_pipe)
 
@@ -245,7 +246,7 @@ def main(config):
             due = iteration == last or iteration % config["save_freq"] == 0
             saving = due or bool(received)
             run.save(checkpoint=saving)
-            if received and saving:  # not saving: it came only just now, the next iteration obeys
+            if saving and received:  # one that came during a save without checkpoint waits
                 say(f"to continue: {run.resume_command}")
                 raise SystemExit(128 + received[0])
 
@@ -857,7 +858,7 @@ def run_as_script(arguments):
             raise
         sys.exit(f"error: {device_advice(error)} ({' '.join(str(error).split())[:400]})")
     except KeyboardInterrupt:  # during an evaluation, or a second one
-        say("stopped; resume=<run folder> continues from its newest checkpoint")
+        say("stopped; resume=<run folder> continues, from its newest checkpoint if it has one")
         sys.exit(130)
 
 
