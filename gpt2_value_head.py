@@ -26,8 +26,8 @@ SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 class ValueHead(nn.Module):
     """One linear layer from a hidden state to one number, the expected sum of rewards to come.
 
-    It starts at zero: before it has learned anything, every state is worth the same (and with gamma
-    and lam 1 the first advantages, see ppo.py, are the sums of the rewards to come).
+    It starts at zero: before it has learned anything, every state is worth the same. (With gamma
+    and lam 1 the advantages of the first iteration are then the sums of the rewards to come.)
     """
 
     def __init__(self, config):
@@ -56,8 +56,8 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
         self.post_init()
 
     def _init_weights(self, module):
-        # from_pretrained draws anew, after __init__, what a checkpoint lacks. In a plain GPT-2 that
-        # is the value head, the only layer with one output: it must stay at zero.
+        # from_pretrained draws anew, after __init__, what a checkpoint lacks. That of a plain GPT-2
+        # lacks the value head, here the only layer with one output, which must stay at zero.
         super()._init_weights(module)  # biases to 0
         if isinstance(module, nn.Linear) and module.out_features == 1:
             nn.init.zeros_(module.weight)
@@ -66,8 +66,8 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
         """Next-token logits and values, `(B, T, V)` and `(B, T)`, for rows padded on either side.
 
         `input_ids` and `attention_mask` are `(B, T)`, V is the size of the vocabulary. `columns`,
-        a slice, selects which of the T columns to compute: the logits are by far the largest tensor
-        here (V is 21,128 for the hub model).
+        a slice, selects which of the T columns the two heads read and return: the logits are by far
+        the largest tensor here (V is 21,128 for the hub model).
         """
         # Positions count real tokens only. A bare forward counts the pads as well, and a
         # left-padded row would then score other log-probs than those it was sampled with.
@@ -94,9 +94,9 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
 
 
 class PreTrainedTokenizerFast(transformers.PreTrainedTokenizerFast):
-    """The same class under its old name, which is written into a checkpoint.
+    """A subclass for the sake of its name, which checkpoints record.
 
-    Transformers 5 would write the new name, TokenizersBackend, which transformers 4 does not know.
+    Transformers 5 would record TokenizersBackend, a name that transformers 4 does not know.
     """
 
 

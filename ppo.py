@@ -58,7 +58,7 @@ def entropy_from_logits(logits):
 
 def masked_mean(x, mask):
     """Mean of `x` over the cells where `mask` is 1, a scalar."""
-    # not `x * mask`: on padding `x` may overflow, and infinity times zero is nan
+    # not `x * mask`: what is computed from padding may overflow, and infinity times zero is nan
     return x.masked_fill(mask == 0, 0).sum() / mask.sum()
 
 
@@ -120,7 +120,7 @@ def compute_advantages(rewards, values, mask, gamma, lam):
 
 
 def ppo_loss(logprobs, values, old_logprobs, advantages, returns, mask, cliprange, vf_coef):
-    """The clipped surrogate loss plus the value loss; all tensors `(B, R)`.
+    """The clipped surrogate loss plus the value loss; all tensors `(B, R)`, advantages whitened.
 
     PPO eqs. 7 and 9, without the entropy bonus of the latter.
 
@@ -428,8 +428,8 @@ class PPOTrainer:
         """The first response of the last step as a table, a row per token, for the curious.
 
         `values` is what the critic expected before the token was chosen, `ratio` how much likelier
-        the update has made the token; "(clipped)" is a token that has moved so far the way its
-        advantage pulls that its gradient is 0.
+        the update has made the token; "(clipped)" is a token whose gradient is 0, since it has
+        moved so far the way its advantage pulls.
         """
         first = {name: tensor[:1] for name, tensor in self.last_batch.items()}
         first["token_kl"] = first["old_logprobs"] - first["ref_logprobs"]

@@ -67,7 +67,7 @@ config = {
     ],
     # how much: iterations x batch_size responses, about 20,000
     "iterations": 157,  # batches of fresh responses (rollouts); the learning rate falls to 0
-    "batch_size": 128,  # responses in each; more: more optimizer steps in each, too; slower
+    "batch_size": 128,  # responses in each; a larger batch makes more optimizer steps, too; slower
     "gen_len": 16,  # a response ends here; more: harder to tell which token earned the score
     # Most words from here through "PPO's own" are explained in ppo.py, mainly at its top.
     # the update
@@ -178,12 +178,15 @@ def score_texts(sentiment_pipe, texts, reward_label):
     return torch.tensor(scores)
 
 
+classifier_reward = score_texts  # to see whether a script has put a reward of its own in its place
+
+
 def rollout(trainer, tokenizer, sentiment_pipe, openings):
     """Steps 2 and 3 for B openings -> queries, responses, texts, scores `(B,)`, seconds."""
     config = trainer.config
     start = time.perf_counter()
     queries = encode_prompts(tokenizer, openings)
-    with mixed_precision(trainer.model.device, config["dtype"]):
+    with mixed_precision(trainer.model.device, config["dtype"]):  # the reward model's, too
         responses = generate_responses(trainer.model, tokenizer, queries, config["gen_len"])
         continuations = decode_responses(tokenizer, responses)
         # Scored and logged is what a person would read, with the opening as it was written.
@@ -214,12 +217,13 @@ def train_one_iteration(trainer, tokenizer, sentiment_pipe):
 
 
 def main(config):
-    """Train; -> summary dict with `before`, `after`, `held_out`, `ceiling` and `run_dir`.
+    """Train; -> summary dict with `before`, `after`, `ceiling`, `held_out` and `run_dir`.
 
     `config` holds the keys to change, or is a changed copy of the dict above. `ceiling` is what the
-    best policy would reach, see `best_possible` in ppo.py. Raises `ConfigError`, a `ValueError`,
-    for a user's mistake, `FloatingPointError` if a score, a loss or a gradient is not finite, and
-    `SystemExit` after Ctrl-C or another stop signal in training, once a checkpoint is written.
+    best policy would reach, see `best_possible` in ppo.py; `held_out` has the same three. Raises
+    `ConfigError`, a `ValueError`, for a user's mistake, `FloatingPointError` if a score, a loss or
+    a gradient is not finite, and `SystemExit` after Ctrl-C or another stop signal in training, once
+    a checkpoint is written.
     """
     prepare_output()
     config = check_config(config)
@@ -244,9 +248,10 @@ def main(config):
             bar.set_postfix(score=f"{row['score_mean']:.3f}", kl=f"{row['kl']:.2f}", refresh=False)
             run.log(row, texts, scores)
             due = iteration == last or iteration % config["save_freq"] == 0
-            saving = due or bool(received)
-            run.save(checkpoint=saving)
-            if saving and received:  # one that came during a save without checkpoint waits
+            # Asked once: a signal that comes during the save waits for the next iteration.
+            stop = bool(received)
+            run.save(checkpoint=due or stop)
+            if stop:
                 say(f"to continue: {run.resume_command}")
                 raise SystemExit(128 + received[0])
 
@@ -507,7 +512,7 @@ class RunFolder:
             "optimizer": trainer.optimizer.state_dict(),
             "before": self.before,
             "reference_scores": self.reference_scores,
-            "own_reward": reward_is_replaced(),
+            "own_reward": score_texts is not classifier_reward,
             "rows": self.rows,
             "samples": self.samples,
         }
@@ -541,10 +546,10 @@ class RunFolder:
             self.trainer.kl_controller.value = state["kl_coef"]
             self.before, self.reference_scores = state["before"], state["reference_scores"]
             self.rows, self.samples = state["rows"], state["samples"]
-        if state.get("own_reward", False) != reward_is_replaced():
-            warnings.warn(
-                "score_texts is not the one that this run began with; for a reward of your own run "
-                'the script that sets it, with main({"resume": ...})'
+        if state.get("own_reward", False) != (score_texts is not classifier_reward):
+            raise ConfigError(
+                f"{self.path} was begun with another score_texts; one with a reward of your own is "
+                'resumed by the script that sets it, with main({"resume": ...})'
             )
 
     def finish(self, after):
@@ -632,7 +637,8 @@ def check_config(given):
     for key in ("model_name", "reward_model_name", "save_dir", "resume"):
         if full[key]:
             full[key] = os.path.expanduser(full[key])  # ~ is home; no shell does that behind key=
-    if given.keys() == config.keys():  # a changed copy of the dict: given is what differs from it
+    # In a changed copy of the dict, given (and refused by a resumed run) is what differs from it.
+    if given.keys() == config.keys():
         given = {key: value for key, value in given.items() if value != config[key]}
     if full["resume"]:
         changes = {key: full[key] for key in given}
@@ -641,7 +647,7 @@ def check_config(given):
         for key in ("model_name", "reward_model_name"):
             if key in given:
                 raise ConfigError(f"offline=True brings its own models: leave out {key}")
-    # With a shorter horizon one batch could change kl_coef by more than 20%.
+    # Else there is nothing to steer, or one batch could change kl_coef by 20% or more.
     steers = full["kl_coef"] > 0 and full["kl_horizon"] > full["batch_size"]
     if full["kl_target"] is not None and not steers:
         raise ConfigError("kl_target needs a kl_coef above 0 and a kl_horizon above batch_size")
@@ -718,7 +724,7 @@ def stored_config(folder, given):
     finished = last_checkpoint.exists() and (folder / "evaluation.json").exists()
     if total == planned and finished:
         raise ConfigError(
-            f"the run in {folder} is finished after {planned} iterations; it may grow"
+            f"the run in {folder} is finished after {planned} iterations; a larger iterations= goes on"
         )
     return stored
 
@@ -775,10 +781,12 @@ def check_prompts(config, tokenizer, n_positions, key):
     openings = config["prompts"] + config["held_out_prompts"]
     for opening in sorted(openings, key=len, reverse=True):  # the longest says what fits all
         ids = tokenizer(opening, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise ConfigError(f"prompt {opening!r} is empty; it should be a text")
         # [UNK], or one that the opening spells out, as "[SEP]"
         unknown = sum(token in tokenizer.all_special_ids for token in ids)
         note = f"prompt {opening!r}: {unknown} of its {len(ids)} tokens are unknown to {key}"
-        if 2 * unknown >= len(ids):  # an empty one has no tokens at all
+        if 2 * unknown >= len(ids):
             raise ConfigError(f"{note}; it should be a text that the model can read")
         if unknown:
             say(f"warning: {note}")
@@ -801,14 +809,9 @@ def load_reward_model(name, device):
 
 
 def longest_text(sentiment_pipe):
-    """How many tokens the reward model can read."""
+    """How many tokens the reward model can read at most."""
     limit = sentiment_pipe.tokenizer.model_max_length  # 1e30 where nobody has set it
     return min(limit, getattr(sentiment_pipe.model.config, "max_position_embeddings", limit))
-
-
-def reward_is_replaced():
-    """Whether a notebook or script has put a reward of its own in the place of `score_texts`."""
-    return score_texts.__module__ != __name__
 
 
 def find_label(sentiment_pipe, reward_label):

@@ -57,7 +57,7 @@ BAD_CONFIGS = [
     ({"held_out_prompts": []}, r"held_out_prompts=\[\]: it should be a list of at least one text"),
     ({"prompts": ["这部电影很", None]}, "prompts=.*None.*it should be a list"),
     ({"held_out_prompts": {"这部电影很": 1}}, "held_out_prompts=.*it should be a list"),
-    ({"prompts": ["这部电影很", ""]}, "prompt '': 0 of its 0 tokens.*a text that the model can"),
+    ({"prompts": ["这部电影很", ""]}, "prompt '' is empty; it should be a text"),
     ({"prompts": ["龘龘龘好"]}, "prompt '龘龘龘好': 3 of its 4 tokens are unknown"),
     (
         {"model_name": "/no/such/folder"},

@@ -123,16 +123,18 @@ def test_damaged_files_of_a_run_are_named(hub, tmp_path):
             main({"resume": str(folder)})
 
 
-def test_a_run_with_a_reward_of_its_own_is_not_silently_resumed_with_another(
-    hub, tmp_path, monkeypatch, recwarn
-):
-    monkeypatch.setattr(rlhf_sentiment, "score_texts", lambda pipe, texts, label: [1] * len(texts))
+@pytest.mark.parametrize("own", [True, False])
+def test_a_run_is_not_resumed_with_another_reward(hub, tmp_path, monkeypatch, own):
+    """Both ways: the command line, say, would resume what a script with its own reward began."""
+    rewards = [rlhf_sentiment.score_texts, lambda pipe, texts, label: [1] * len(texts)]
+    monkeypatch.setattr(rlhf_sentiment, "score_texts", rewards[own])
     folder = run(hub, tmp_path, iterations=1)["run_dir"]
     main({"resume": folder, "iterations": 2})  # where it is still in place
-    assert not [w for w in recwarn if "score_texts" in str(w.message)]
-    monkeypatch.undo()
-    with pytest.warns(UserWarning, match="score_texts is not the one that this run began with"):
+    written = {p: p.stat().st_mtime_ns for p in Path(folder).rglob("*")}
+    monkeypatch.setattr(rlhf_sentiment, "score_texts", rewards[not own])
+    with pytest.raises(ConfigError, match="was begun with another score_texts"):
         main({"resume": folder, "iterations": 3})
+    assert written == {p: p.stat().st_mtime_ns for p in Path(folder).rglob("*")}
 
 
 def test_the_config_of_an_older_version_is_filled_in(hub, tmp_path, capsys):
