@@ -723,9 +723,8 @@ def stored_config(folder, given):
     last_checkpoint = folder / f"checkpoint-{planned}"
     finished = last_checkpoint.exists() and (folder / "evaluation.json").exists()
     if total == planned and finished:
-        raise ConfigError(
-            f"the run in {folder} is finished after {planned} iterations; a larger iterations= goes on"
-        )
+        more = f"to go on, give it more: iterations={2 * planned}, say"
+        raise ConfigError(f"the run in {folder} is finished after {planned} iterations; {more}")
     return stored
 
 

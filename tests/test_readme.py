@@ -1,5 +1,6 @@
 """What the README says is what the program does."""
 
+import json
 import re
 from pathlib import Path
 
@@ -117,6 +118,18 @@ def test_the_trainer_alone_runs_as_it_stands(capsys):
     assert short != code
     exec(compile(short, "README.md", "exec"), {})
     assert "2: " in capsys.readouterr().out
+
+
+def test_a_reward_of_ones_own_runs_as_it_stands(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(rlhf_sentiment, "score_texts", rlhf_sentiment.score_texts)  # put back after
+    code = python_block("Your own openings, reward, models")
+    settings = {**hub, "iterations": 1, "save_dir": str(tmp_path)}
+    small = code.replace('{"offline": True}', repr(settings))
+    assert small != code
+    exec(compile(small, "README.md", "exec"), {})
+    evaluation = json.loads(next(tmp_path.glob("*/evaluation.json")).read_text(encoding="utf-8"))
+    for text, score in evaluation["after"]["examples"]:
+        assert score == pytest.approx(len(set(text)) / 20)
 
 
 def test_a_checkpoint_continues_an_opening_as_it_stands(finished, capsys):
