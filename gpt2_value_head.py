@@ -33,7 +33,7 @@ class ValueHead(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.summary = nn.Linear(config.hidden_size, 1)  # the article's name for it
-        nn.init.zeros_(self.summary.weight)  # and in a model again, see _init_weights
+        nn.init.zeros_(self.summary.weight)  # from_pretrained undoes this: see _init_weights
         nn.init.zeros_(self.summary.bias)
 
     def forward(self, hidden_states):
@@ -46,8 +46,8 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
 
     `from_pretrained` of a plain GPT-2 checkpoint leaves `v_head` at zero. What `save_pretrained`
     writes can be loaded with the head, or as a plain GPT-2 without it. `forward` is inherited, and
-    with it `generate`: a departure from the article, whose forward also returns values and
-    therefore cannot generate without a wrapper.
+    with it `generate`: a departure from the article, whose forward also returns values, so that its
+    model cannot generate without a wrapper.
     """
 
     def __init__(self, config):
@@ -56,8 +56,8 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
         self.post_init()
 
     def _init_weights(self, module):
-        # from_pretrained draws anew, after __init__, what a checkpoint lacks. That of a plain GPT-2
-        # lacks the value head, here the only layer with one output, which must stay at zero.
+        # After __init__, from_pretrained draws at random what a checkpoint lacks. That of a plain
+        # GPT-2 lacks the value head, the only layer with one output: zero it again.
         super()._init_weights(module)  # biases to 0
         if isinstance(module, nn.Linear) and module.out_features == 1:
             nn.init.zeros_(module.weight)
@@ -83,8 +83,8 @@ class GPT2HeadWithValueModel(GPT2LMHeadModel):
         super().save_pretrained(folder, **options)
         # config.json now names this class, which other programs do not have: TRL stops there.
         self.config.architectures = ["GPT2LMHeadModel"]
-        # Pipelines sample by rules of their own unless they find some: transformers 5 looks into
-        # generation_config.json, transformers 4 in here first.
+        # A text-generation pipeline has sampling defaults of its own. In transformers 5 they yield
+        # to generation_config.json, in transformers 4 to this entry of config.json.
         rules = {**SAMPLING, "max_new_tokens": self.generation_config.max_new_tokens}
         self.config.task_specific_params = {"text-generation": rules}
         self.config.save_pretrained(folder)
@@ -119,7 +119,7 @@ def load_tokenizer(name):
         single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, start_id)]
     )
     if isinstance(backend.decoder, WordPiece):
-        # WordPiece puts a space before each token; a person writes none beside a Chinese character.
+        # WordPiece joins tokens with spaces; a person writes none beside a Chinese character.
         # The "##" of a first piece goes as well: it continues a word of the opening.
         wide = "[\u2014-\u2026\u3000-\u9fff\uf900-\uffef]"  # Chinese characters and punctuation
         no_spaces = Replace(Regex(f"^##|(?<={wide}) | (?={wide})"), "")
@@ -150,7 +150,7 @@ def load_gpt2(name):
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {key: getattr(tokenizer, key) for key in keys}
     # The default model's config puts start and end outside the vocabulary: no text would ever end.
-    config.update({**ids, "tokenizer_class": None})  # the class that it names is replaced, too
+    config.update({**ids, "tokenizer_class": None})  # load_tokenizer has replaced it
     if config.activation_function == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"  # the same function in one fused kernel
     model = load_checked(GPT2HeadWithValueModel, name, tokenizer, config=config)

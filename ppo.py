@@ -70,9 +70,9 @@ def masked_variance(x, mask):
 def masked_whiten(x, mask):
     """Shift and scale `x` to mean 0 and variance 1 over the real tokens; 0 on the padding.
 
-    A departure from the article, which uses the advantages as they are. To shift all of them alike
-    does not change the gradient on average; to scale them keeps its size the same, whatever the
-    units of the score.
+    A departure from the article, which uses the advantages as they are. A shift common to all
+    cancels on average until the clip acts: probabilities sum to 1, so to push every possible token
+    alike moves none. The scale keeps the gradient's size the same, whatever the units of the score.
     """
     scale = torch.rsqrt(masked_variance(x, mask) + 1e-8)
     return ((x - masked_mean(x, mask)) * scale).masked_fill(mask == 0, 0)
@@ -130,10 +130,11 @@ def ppo_loss(logprobs, values, old_logprobs, advantages, returns, mask, cliprang
         value_loss  = mean (value - return)^2
         loss        = policy_loss + vf_coef * value_loss
 
-    `max` of two losses is the pessimistic one: once a token is cliprange more (or less) likely than
-    at rollout, in the direction in which its advantage pulls, its gradient is zero. The article's
-    text shows only the unclipped half, and adds the two losses with equal weight; its source code
-    has both halves, and `vf_coef`.
+    `max` takes the worse loss. Once a token is cliprange more (or less) likely than at rollout, the
+    way its advantage pulls, that is the clipped one, whose gradient is zero. Where it has moved the
+    other way, it is the unclipped one, which still pulls it back. The article's text shows only the
+    unclipped half, and adds the two losses with equal weight; its source code has both halves, and
+    `vf_coef`.
 
     Whitened advantages average 0 and the first ratio is 1, so `policy_loss` starts near 0 and stays
     small. That is as it should be: its gradient is not 0.
@@ -325,7 +326,7 @@ class PPOTrainer:
             batch["rewards"], batch["values"], mask, self.config["gamma"], self.config["lam"]
         )
         # Once, over the whole batch. To whiten each response alone would erase which one was good,
-        # to whiten each minibatch would weigh the same advantage differently.
+        # to whiten each minibatch would give equal advantages different weights.
         batch["whitened"] = masked_whiten(batch["advantages"], mask)
         self.last_batch = batch
 
@@ -348,10 +349,10 @@ class PPOTrainer:
         Column p predicts the token in column p + 1. So the log-prob of y_t, and the value of the
         state in which y_t was chosen, both stand one place to the left of y_t: columns Q-1 to
         Q+R-2. The model does not get the last column, which predicts nothing that is needed, and
-        its language model head gets only these R columns.
+        its two heads read only these R columns.
         """
-        columns = slice(-batch["labels"].shape[1], None)
         ids, attention_mask = batch["input_ids"][:, :-1], batch["attention_mask"][:, :-1]
+        columns = slice(-batch["labels"].shape[1], None)  # the last R of Q+R-1: Q-1 to Q+R-2
         with mixed_precision(model.device, self.config["dtype"]):
             logits, values = model.logits_and_values(ids, attention_mask, columns)
         return logprobs_from_logits(logits, batch["labels"]), values.float(), logits
@@ -361,10 +362,10 @@ class PPOTrainer:
         """Before the update: log-probs under policy and reference, and the critic's values.
 
         Returns the dict of `collate` with `old_logprobs`, `ref_logprobs`, `values` and `entropy`
-        (of the policy's whole next-token distribution, in nats). Both models read the text that
-        the policy wrote: how likely would each have made these very tokens? The difference is the
-        token KL. The rollout's own log-probs will not do: made token by token with a cache, they
-        differ in the last digits, and the ratio has to start at 1.
+        (of the policy's whole next-token distribution, in nats). Both models read the text that the
+        policy wrote: how likely would each have made these very tokens? The difference of the
+        log-probs is the token KL. The rollout's own log-probs will not do: made token by token with
+        a cache, they differ in the last digits, and the ratio has to start at 1.
         """
         # Here and in `update` without dropout: it would move the ratio without any learning.
         self.model.eval()
@@ -409,8 +410,8 @@ class PPOTrainer:
         )  # fmt: skip
         self.optimizer.zero_grad()
         loss.backward()
-        # A departure from the article: a longer gradient (one norm for transformer and value head)
-        # is shortened, so that one odd batch cannot throw the policy far off.
+        # A departure from the article: a gradient longer than that (one norm for transformer and
+        # value head) is shortened, so that one odd batch cannot throw the policy far off.
         grad_norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self.config["max_grad_norm"]
         )
@@ -428,7 +429,7 @@ class PPOTrainer:
         """The first response of the last step as a table, a row per token, for the curious.
 
         `values` is what the critic expected before the token was chosen, `ratio` how much likelier
-        the update has made the token; "(clipped)" is a token whose gradient is 0, since it has
+        the update has made the token; "(clipped)" is a token whose policy gradient is 0: it has
         moved so far the way its advantage pulls.
         """
         first = {name: tensor[:1] for name, tensor in self.last_batch.items()}
@@ -455,9 +456,9 @@ class PPOTrainer:
 def best_possible(scores, kl_coef):
     """The ceiling, estimated from scores of the reference's own samples, `(P, N)`.
 
-    J(pi) = E[score] - kl_coef * KL(pi || ref), the `objective`, is largest for the best policy
-    pi* ~ ref * exp(score / kl_coef) (Korbak et al. 2022, arXiv:2205.11275), and J* = J(pi*) is the
-    ceiling. For each of P openings, with means over its N samples:
+    J(pi) = E[score] - kl_coef * KL(pi || ref), the `objective`, is largest for the best policy pi*,
+    proportional to ref * exp(score / kl_coef) (Korbak et al. 2022, arXiv:2205.11275), and J* =
+    J(pi*) is the ceiling. For each of P openings, with means over its N samples:
 
         J* - J(pi) = kl_coef * KL(pi || pi*), never below 0
 

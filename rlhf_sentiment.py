@@ -10,7 +10,7 @@ well more likely, while a KL penalty keeps the policy close to what it was. One 
     3. let the reward model score           score_texts, of opening + continuation
     4. update GPT-2                         PPOTrainer.step in ppo.py, on queries, responses, scores
 
-Run it:  python rlhf_sentiment.py [key=value ...]            on a GPU, with access to the hub
+Run it:  python rlhf_sentiment.py [key=value ...]            on a GPU, with the Hugging Face hub
          python rlhf_sentiment.py offline=True               anywhere, with small stand-in models
 
 Read it: this file down to "Plumbing", then gpt2_value_head.py, then ppo.py.
@@ -67,7 +67,7 @@ config = {
     ],
     # how much: iterations x batch_size responses, about 20,000
     "iterations": 157,  # batches of fresh responses (rollouts); the learning rate falls to 0
-    "batch_size": 128,  # responses in each; a larger batch makes more optimizer steps, too; slower
+    "batch_size": 128,  # responses in each; more: less noise, more optimizer steps, slower
     "gen_len": 16,  # a response ends here; more: harder to tell which token earned the score
     # Most words from here through "PPO's own" are explained in ppo.py, mainly at its top.
     # the update
@@ -178,15 +178,12 @@ def score_texts(sentiment_pipe, texts, reward_label):
     return torch.tensor(scores)
 
 
-classifier_reward = score_texts  # to see whether a script has put a reward of its own in its place
-
-
 def rollout(trainer, tokenizer, sentiment_pipe, openings):
     """Steps 2 and 3 for B openings -> queries, responses, texts, scores `(B,)`, seconds."""
     config = trainer.config
     start = time.perf_counter()
     queries = encode_prompts(tokenizer, openings)
-    with mixed_precision(trainer.model.device, config["dtype"]):  # the reward model's, too
+    with mixed_precision(trainer.model.device, config["dtype"]):  # for the reward model as well
         responses = generate_responses(trainer.model, tokenizer, queries, config["gen_len"])
         continuations = decode_responses(tokenizer, responses)
         # Scored and logged is what a person would read, with the opening as it was written.
@@ -248,12 +245,14 @@ def main(config):
             bar.set_postfix(score=f"{row['score_mean']:.3f}", kl=f"{row['kl']:.2f}", refresh=False)
             run.log(row, texts, scores)
             due = iteration == last or iteration % config["save_freq"] == 0
-            # Asked once: a signal that comes during the save waits for the next iteration.
+            # Asked once: a signal that comes during the save waits for the next iteration's.
             stop = bool(received)
             run.save(checkpoint=due or stop)
             if stop:
-                say(f"to continue: {run.resume_command}")
-                raise SystemExit(128 + received[0])
+                break
+        if received:
+            say(f"to continue: {run.resume_command}")
+            raise SystemExit(128 + received[0])
 
     after, _ = evaluate(trainer, tokenizer, sentiment_pipe)
     return run.finish(after)
@@ -418,6 +417,9 @@ ROW = (
     "{iteration:4d}  {score_mean:.3f} ± {score_std:.3f} {kl:5.2f}{objective:11.3f}{entropy:9.2f}"
     "{clipfrac:10.3f}{distinct:10.2f}{response_length:8.1f}{seconds_total:6.1f}"
 )
+
+
+classifier_reward = score_texts  # checkpoints record whether a script has replaced it
 
 
 class RunFolder:

@@ -261,8 +261,11 @@ def test_a_signal_that_was_ignored_stays_ignored():
             signal.signal(number, handler)
 
 
-def test_a_signal_during_a_save_still_gets_its_checkpoint(hub, tmp_path, monkeypatch):
-    """It comes when the logs are written and no checkpoint was due."""
+@pytest.mark.parametrize("iterations, stops_at", [(9, 2), (1, 1)], ids=["the first", "the last"])
+def test_a_signal_during_a_save_still_gets_its_checkpoint(
+    hub, tmp_path, monkeypatch, iterations, stops_at
+):
+    """It comes after the question whether a checkpoint is due: no; in the last iteration, yes."""
     save = rlhf_sentiment.RunFolder.save
 
     def interrupted(self, checkpoint):
@@ -274,8 +277,8 @@ def test_a_signal_during_a_save_still_gets_its_checkpoint(hub, tmp_path, monkeyp
     monkeypatch.setattr(rlhf_sentiment.RunFolder, "save", interrupted)
     try:
         with pytest.raises(SystemExit) as caught:
-            run(hub, tmp_path, iterations=9)
+            run(hub, tmp_path, iterations=iterations)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert caught.value.code == 128 + signal.SIGTERM
-    assert len(list(tmp_path.glob("*/checkpoint-2"))) == 1  # an iteration later
+    assert [p.name for p in tmp_path.glob("*/checkpoint-*")] == [f"checkpoint-{stops_at}"]
