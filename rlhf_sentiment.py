@@ -499,7 +499,7 @@ class RunFolder:
         found = {}
         for path in self.path.glob("checkpoint-*"):
             number = path.name.removeprefix("checkpoint-")
-            if number.isdigit():
+            if number.isdecimal():
                 found[int(number)] = path
         return [found[number] for number in sorted(found)]
 
